@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from engines.cli.options import parse_positive
 from engines.comm.device import count_cores
 from engines.images.dataset import SyntheticImages
 from engines.models import resnet20_v1
@@ -70,13 +71,15 @@ class StepTimer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurement and print one line of JSON as the last one."""
     flags = argparse.ArgumentParser(description="Compare the speed of a training with and without a monitor.")
-    flags.add_argument("--pairs", type=int, default=7)
-    flags.add_argument("--steps", type=int, default=100)
-    flags.add_argument("--tiles", type=int, default=2)
-    flags.add_argument("--batch-size", type=int, default=2)
-    flags.add_argument("--size", type=int, default=64, help="height and width of the images, in pixels")
+    flags.add_argument("--pairs", type=parse_positive, default=7)
+    flags.add_argument("--steps", type=parse_positive, default=100, help="at least 2: the first is not timed")
+    flags.add_argument("--tiles", type=parse_positive, default=2)
+    flags.add_argument("--batch-size", type=parse_positive, default=2)
+    flags.add_argument("--size", type=parse_positive, default=64, help="height and width of the images, in pixels")
     flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
     chosen = flags.parse_args(arguments)
+    if chosen.steps < 2:
+        flags.error(f"argument --steps: {chosen.steps} is too few. Give at least 2: the first is not timed.")
     plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=chosen.tiles, slice_method="vertical")
     size = (chosen.size, chosen.size)
     torch.manual_seed(0)

@@ -99,8 +99,6 @@ class CalibrationCache:
 
     def read(self) -> Machine | None:
         """Return the stored machine; None if there is none. Raises PlanError if a named file holds something else."""
-        if not self.path.exists():
-            return None
         try:
             found = Machine.from_json(read_bounded(self.path, _MOST_BYTES).decode(errors="replace"))
             if missing := [kind for kind in CLASSES if not found.speeds.get(kind)]:
@@ -109,6 +107,8 @@ class CalibrationCache:
         except PlanError as error:
             if not self.usual:
                 raise PlanError(f"The machine file {self.path}: {error}") from error
+        except FileNotFoundError:
+            return None
         except OSError as error:
             if not self.usual:
                 raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error
@@ -118,9 +118,26 @@ class CalibrationCache:
         """Replace the file. A quick or noisy calibration is not stored: later notebooks would rely on it."""
         if machine.quick or not machine.noise.is_good:
             return
-        with suppress(*(OSError,) * self.usual):
+        self._write_beside(machine.to_json(), replaces=True)
+
+    def check_writable(self) -> None:
+        """Raise PlanError if a named file cannot be written, before a minute is spent on what goes into it."""
+        self._write_beside("", replaces=False)
+
+    def _write_beside(self, text: str, replaces: bool) -> None:
+        # Written beside it and renamed: a notebook that reads now sees the old file or the new one, but whole.
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Written beside it and renamed: a notebook that reads now sees the old file or the new one, but whole.
-            part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            part.write_text(machine.to_json())
-            part.replace(self.path)
+            try:
+                part.write_text(text)
+                if replaces:
+                    part.replace(self.path)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            if not self.usual:
+                raise PlanError(
+                    f"The machine file {self.path} cannot be written: {error.strerror}. Make room and a folder that "
+                    "can be written, or name another file."
+                ) from error

@@ -6,6 +6,7 @@ import gc
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from threading import RLock, get_ident
@@ -88,7 +89,7 @@ class Cluster:
         output: bool = True,
     ) -> None:
         _check_count(n)
-        if hang_after_s is not None and not hang_after_s >= 1:
+        if hang_after_s is not None and not (isinstance(hang_after_s, Real) and hang_after_s >= 1):
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in ("auto", *_BACKENDS):
             raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, ("auto", *_BACKENDS)))
@@ -102,6 +103,7 @@ class Cluster:
         self._shown = OutputPrinter(output)
         self._last: RemoteCall | None = None
         self.machine: Machine | None = None
+        self.freed: list[str] = []  # names of trainings that are no more here: the ranks free them with the next one
         # Held during each call: concurrent calls, from a widget's thread and a cell, would mix their messages. A caller
         # holds it where several calls, or a call and what it changes here, are one. So it is reentrant.
         self.turn = RLock()
@@ -274,9 +276,10 @@ class Cluster:
         that exists. If other programs use the cores meanwhile, or repetitions differ by much (`Machine.noise`), the
         measurement is repeated once. If the second one is no better, a warning says so, and the machine serves this
         cluster but is not remembered, or it is refused if forecasts would mislead. `accept_noise` takes the first
-        measurement as it is, without a warning. A calibration can be interrupted. Raises RankError, and PlanError if
-        the measurement is refused, if the file holds something else, or if the ranks take turns, because their speed
-        when working at once is unknown.
+        measurement as it is, without a warning. A quick or noisy calibration is not written, to no `store` either. A
+        calibration can be interrupted. Raises RankError, and PlanError if the measurement is refused, if the file holds
+        something else or cannot be read or written, or if the ranks take turns, because their speed when working at
+        once is unknown.
         """
         if self.backend == "in_turn":
             raise PlanError(
@@ -293,6 +296,7 @@ class Cluster:
             found = kept.read()
         self.machine = found or self.machine
         if again or not self._is_calibrated(quick):
+            kept.check_writable()
             self.machine, found = calibrate_cluster(self.call, self.n, bool(quick), accept_noise, progress), None
         if found is None:
             kept.write(self.machine)

@@ -93,21 +93,24 @@ class PlanTuner:
         rank_bytes: int | None = None,
         report: ProgressCallback = lambda done, of: None,
         neutral_batch: int | None = None,
+        progress: bool = True,
     ) -> TuningResult:
-        """Predict all plans for the ranks of the cluster; nothing is measured.
+        """Predict all plans for the ranks of the cluster; no plan is measured.
 
         `rank_bytes` is the memory that a rank may use; None: an equal share of the machine's memory. `neutral_batch`:
-        as in `tune`. Raises PlanError if no plan can run.
+        as in `tune`. `progress`: show that of the calibration, if the cluster is not calibrated yet. Raises PlanError
+        if no plan can run.
         """
         if neutral_batch is not None and neutral_batch < 1:
             raise PlanError(
                 f"neutral_batch={neutral_batch} must be 1 image or more, or None where any number is right."
             )
-        machine = self.cluster.calibrate()
-        if rank_bytes is None:
-            rank_bytes = machine.get_rank_bytes(self.cluster.n)
+        # What cannot be trained is refused before the calibration, which takes a minute.
+        n, batch = self.cluster.n, self.traces.image_shape[0]
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
-        n, batch = self.cluster.n, self.image_shape[0]
+        machine = self.cluster.calibrate(progress=progress)
+        if rank_bytes is None:
+            rank_bytes = machine.get_rank_bytes(n)
 
         def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
             return self.traces.get_graph(plan)
@@ -123,7 +126,11 @@ class PlanTuner:
         report: ProgressCallback = lambda done, of: None,
         count_bytes: bool = True,
     ) -> list[Candidate]:
-        """Measure candidates by training some steps on the ranks. A plan that fails is returned with its failure."""
+        """Measure candidates by training some steps on the ranks. A plan that fails is returned with its failure.
+
+        Raises PlanError if there is no step to measure.
+        """
+        _check_steps(steps)
         trials = [PlanTrial(self.cluster, partial(self.make_recipe, each.plan)) for each in candidates]
         run_interleaved(trials, steps, report, count_bytes)
         return [
@@ -135,6 +142,11 @@ class PlanTuner:
         """Return the recipe of a training under a plan."""
         own = self.loss, self.optimiser, self.labels, self.device
         return prepare(self.model, plan, self.image_shape, *own, graph=self.traces.get_graph(plan))
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise PlanError(f"steps={steps} of each plan are to be measured: use 1 or more steps.")
 
 
 def tune(
@@ -167,14 +179,15 @@ def tune(
     >>> tuned.plan.ranks
     2
     """
-    if top < 0 or steps < 1:
-        raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
+    if top < 0:
+        raise PlanError(f"top={top} plans are to be measured: use 0 or more plans.")
+    _check_steps(steps)
     # Predictions are cheap and rank hundreds of plans, but may be wrong by some percent: the few best are measured.
     #
     #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── the `top` best, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
     with show_counts("Predicting plans", progress) as report:
-        found = tuning.find(rank_bytes, report, neutral_batch)
+        found = tuning.find(rank_bytes, report, neutral_batch, progress)
     measured: list[Candidate] = []
     if top:
         with show_counts("Measuring steps", progress) as report:

@@ -216,7 +216,17 @@ def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
             "them. Give images.float() / 127.5 - 1, as images of files are given, or images.float() for the numbers "
             "as they are."
         )
-    return tensor.detach().to(getattr(torch, spec.dtype))
+    made = tensor.detach().to(getattr(torch, spec.dtype))
+    # A whole number beyond the narrower type would wrap around in silence: -1 becomes 255 of uint8.
+    if made.dtype != tensor.dtype and not (spec.is_floating or made.is_complex() or tensor.is_complex()):
+        wrong = tensor.long()[made.long() != tensor.long()]
+        if wrong.numel():
+            raise ImageError(
+                f"{name} have the number {wrong[0].item()} as {tensor.dtype}, which does not fit into {spec.dtype}, "
+                "for which the training was made. Change it, or make a Training with labels=EXAMPLE, a tensor like the "
+                "labels of a batch."
+            )
+    return made
 
 
 NOT_LEFT_OUT = (

@@ -278,7 +278,7 @@ def resolve_machine(asked: Machine | str) -> Machine:
     """
     if isinstance(asked, Machine):
         return asked
-    if asked not in MACHINES:
+    if not isinstance(asked, str) or asked not in MACHINES:
         text = describe_unknown(f"There is no machine {asked!r}", asked, MACHINES)
         raise PlanError(f"{text} calibrate() measures this one.")
     return MACHINES[asked]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,10 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
     return found
 
 
-def create(host: RankServer, name: str, recipe: Recipe) -> None:
+def create(host: RankServer, name: str, freed: Sequence[str], recipe: Recipe) -> None:
+    """Create a training; those whose names are `freed` are dropped before."""
+    for other in freed:
+        drop(host, other)
     host.trainings[name] = RankTraining(host.world, recipe)
 
 
@@ -168,21 +171,31 @@ def begin_evaluation(
     host.predictions[name] = RankEvaluation(host.world, trained, recipe, labels, images)
 
 
-def begin_prediction(host: RankServer, name: str, steps: int, recipe: Recipe) -> None:
-    host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, name, steps).held)
+def begin_prediction(host: RankServer, training: str, steps: int, name: str, recipe: Recipe) -> None:
+    host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, training, steps).held)
 
 
 def begin_tiled_prediction(
-    host: RankServer, name: str, steps: int, recipe: Recipe, request: PredictionRequest, sink: MakeSink
+    host: RankServer,
+    training: str,
+    steps: int,
+    name: str,
+    recipe: Recipe,
+    request: PredictionRequest,
+    sink: MakeSink,
 ) -> int:
     """Prepare the prediction of a picture, and return its number of rounds."""
-    weights = get_training(host, name, steps).held
+    weights = get_training(host, training, steps).held
     host.predictions[name] = made = TiledPredictor(host.world, recipe, request, sink, weights)
     return made.rounds
 
 
 def call_prediction(host: RankServer, name: str, what: str, *args: Any) -> Any:
-    """Call a method of a prediction or an evaluation."""
+    """Call a method of a prediction or an evaluation. Raises PlanError if the rank does not hold it."""
+    if name not in host.predictions:
+        raise PlanError(
+            "The ranks do not hold this prediction any more: it has ended, or the ranks were restarted. Begin it anew."
+        )
     return getattr(host.predictions[name], what)(*args)
 
 
@@ -208,11 +221,11 @@ def call_debug_step(host: RankServer, number: str, what: str, *args: Any) -> tup
     return (getattr(stepper, what)(*args),) if stepper is not None and stepper.number == number else None
 
 
-def abort_debug_step(host: RankServer) -> None:
-    """Abort the debugged step.
-
-    The body is empty because `execute` aborts it before any function not marked `allow_during_step`.
-    """
+@allow_during_step
+def abort_debug_step(host: RankServer, number: str) -> None:
+    """Abort the debugged step with that number, if the ranks have not left it for other work yet. Collective."""
+    if host.walk is not None and host.walk.number == number:
+        host.abort_debug_step()
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next

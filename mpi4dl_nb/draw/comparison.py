@@ -12,15 +12,16 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
-from torch import nn
+from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_percent, format_seconds
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import Traffic, count_traffic
 from engines.train.asynchrony import ReplicaStudy
-from engines.train.recipe import prepare
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.draw.timeline import LOOKS
 
@@ -35,10 +36,17 @@ KINDS = ("halo", "stage", "all-reduce")
 TrafficByKind = Mapping[str, Traffic]
 
 
-def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Sequence[int]) -> Drawing:
+def show_traffic(
+    model: nn.Module,
+    plans: Mapping[str, Plan],
+    image_shape: Sequence[int],
+    loss: Loss | None = None,
+    labels: TensorSpec | Tensor | None = None,
+) -> Drawing:
     """Draw the messages and bytes of one training step (forward and backward) of the busiest rank under each plan.
 
-    `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W).
+    `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W), and `loss` and `labels` are as for
+    `Training`.
     Raises PlanError, TraceError or ImageError, as `Training` does.
 
     >>> from mpi4dl_nb import Plan, resnet20_v1, show_traffic
@@ -49,8 +57,9 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
         raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
     # Counted from the compiled programs, so that nothing runs and no rank is needed.
     sent: dict[str, TrafficByKind] = {}
+    traces = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss(), labels)
     for name, plan in plans.items():
-        traffic = map(count_traffic, compile_plan(prepare(model, plan, image_shape).graph, plan))
+        traffic = map(count_traffic, compile_plan(traces.get_graph(plan), plan))
         sent[name] = max(traffic, key=lambda parts: sum(part.bytes for part in parts.values()))  # of the busiest rank
     figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

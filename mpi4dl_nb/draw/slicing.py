@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
@@ -323,8 +324,8 @@ def draw_slicing(
     if whole:  # the place in the small panel: around a corner where the tile borrows, or around a seam
         side = 10 + 6 * max(point.compute_widths(rank).values())
         place = make_square(choose_seam(point, rank), side, point.size_px)
-    elif view.zoom < 1:
-        raise PlanError(f"zoom={view.zoom} is how many pixels are shown across: use 1 or more, or None for all.")
+    elif not isinstance(view.zoom, Real) or not view.zoom >= 1:
+        raise PlanError(f"zoom={view.zoom!r} is how many pixels are shown across: use 1 or more, or None for all.")
     else:
         row, col = choose_seam(point, rank) if view.at is None else view.at
         place = make_square(get_pixel_at(col, row, point.size_px), view.zoom, point.size_px)

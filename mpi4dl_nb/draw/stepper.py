@@ -15,6 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from engines.errors import PlanError
 from engines.formatting import format_bytes
 from engines.program.schedule import Schedule
 from engines.program.steps import StepLabel
@@ -51,7 +52,7 @@ def show_step(
     """Draw the current position of a debugged step on all ranks, and one channel of one image of their values.
 
     `show` is `activation`, `gradient`, or `made` (the last result). `message` is an index into the last messages.
-    Raises PlanError if the step was abandoned.
+    Raises PlanError if the step was abandoned, or if one of the numbers is below zero.
 
     >>> import torch
     >>> from engines.models import resnet20_v1
@@ -63,6 +64,8 @@ def show_step(
     ...         event = stepping.until(kind="halo")
     ...         figure = show_step(stepping)
     """
+    if not isinstance(message, int) or message < 0:
+        raise PlanError(f"message={message!r} must be a whole number of 0 or more, the first of the last messages.")
     return draw_step(stepping.view(channel, image, show), message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -115,9 +116,14 @@ def show_timeline(
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
     rows = make_row_labels(charts, plan)
     end_ms = max(chart.seconds for chart in charts.values()) * 1e3
-    first, last = span_ms or (0.0, end_ms)
-    if not 0 <= first < last:
+    span = span_ms or (0.0, end_ms)
+    if (
+        not isinstance(span, Sequence)
+        or [isinstance(each, Real) for each in span] != [True, True]
+        or not 0 <= span[0] < span[1]
+    ):
         raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
+    first, last = span
     if first >= end_ms:  # else the figure would be blank; a span that only ends later is shown up to its end
         raise PlanError(f"span_ms={span_ms} starts after the end of the step, at {end_ms:.4g} ms: nothing is there.")
     row_in, _ = get_row_layout(len(rows["measured"]))

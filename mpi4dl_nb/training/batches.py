@@ -127,6 +127,14 @@ def count_images(batch: Any) -> int:
         ) from error
 
 
+def get_length(data: Any) -> int | None:
+    """Return the length of `data`; None if it has none. A DataLoader of a stream has a `__len__` that only raises."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
 def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
     """Return the numbers of images in the batches of an epoch; None if they are known only once drawn.
 
@@ -146,10 +154,9 @@ def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
         return counts
     if not isinstance(data, DataLoader) or data.batch_size != full or isinstance(data.dataset, IterableDataset):
         return None
-    try:
-        whole, rest = divmod(len(data.sampler), data.batch_size)  # type: ignore[arg-type]
-    except TypeError:  # a sampler of unknown length
+    if (images := get_length(data.sampler)) is None:
         return None
+    whole, rest = divmod(images, data.batch_size)
     return [data.batch_size] * whole + [rest] * bool(rest and whole and not data.drop_last)
 
 

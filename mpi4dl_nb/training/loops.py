@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +17,7 @@ from engines.train import rank_functions
 from engines.train.recipe import count_step_images
 from engines.train.train_loop import count_left_over, merge_stats
 from engines.train.training_events import Scores, StepResult
-from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes
+from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes, get_length
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
 Evaluate = Callable[[], Scores | None]
@@ -96,8 +96,8 @@ class BatchLoop:
     def steps(self) -> int | None:
         """The number of steps of one epoch; None if unknown."""
         kept = [count for count in self.known or () if count == self.full or not self.drop_last]
-        known = len(kept) if self.known else len(self.data) if isinstance(self.data, Sized) else self.limit
-        return known if known is None or self.limit is None else min(known, self.limit)
+        known = len(kept) if self.known else get_length(self.data)
+        return min((count for count in (known, self.limit) if count is not None), default=None)
 
     def count_steps(self, epochs: int) -> int | None:
         """Return the number of steps of `epochs` epochs; None if unknown."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -45,7 +46,7 @@ class Evaluator:
         check_classes(images, training.recipe.graph)
         self.held_out = HeldOutSet(training.model, training.loss, training.recipe, images, on_bad_image)
         self.held_out.check_loss()
-        self.training, self.name = training, f"{training.name}.held_out"
+        self.training, self.name = training, uuid.uuid4().hex
         self._images = images
         self.begin()
 
@@ -59,13 +60,14 @@ class Evaluator:
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
-        self.training.cluster.call(rank_functions.call_prediction, self.name, "begin")
 
         def predict(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
             answers = self.training.cluster.call(rank_functions.call_prediction, self.name, "predict", list(numbers))
             return answers[0].bad, answers
 
-        return self.held_out.compute_scores(predict, tensors)
+        with self.training.cluster.turn:  # a step of another thread would change the weights in between
+            self.training.cluster.call(rank_functions.call_prediction, self.name, "begin")
+            return self.held_out.compute_scores(predict, tensors)
 
     def close(self) -> None:
         """Free what the ranks hold for the evaluation. If ranks have died, it is gone already."""
@@ -74,6 +76,25 @@ class Evaluator:
 
 
 # Prediction with a training's weights: batches under its own plan, pictures of any size tile by tile.
+
+
+@contextmanager
+def _begin_prediction(
+    training: TrainingHandle, begin: Callable[..., Any], *args: Any
+) -> Iterator[tuple[Sequence[Any], Callable[..., list[Any]]]]:
+    """Begin a prediction on the ranks; yield what they have returned, and the function that calls its methods.
+
+    It has a name of its own, and all its calls are one turn: another thread's prediction or step waits for its end. In
+    the end the ranks free it, and close what they have opened, also if anything fails.
+    """
+    cluster, name = training.cluster, uuid.uuid4().hex
+    with cluster.turn:
+        try:
+            answers = cluster.call(begin, training.name, training.steps, name, *args)
+            yield answers, partial(cluster.call, rank_functions.call_prediction, name)
+        finally:
+            with suppress(Mpi4dlError):
+                cluster.call(rank_functions.drop_prediction, name)
 
 
 ARRAY_BYTES = 1 << 29  # a larger prediction must be written to a file
@@ -99,15 +120,14 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
             f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "
             f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
         )
-    training.cluster.call(rank_functions.begin_prediction, training.name, training.steps, recipe)
     # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
     found = []
-    for part in images.split(count):
-        # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
-        filled = part[torch.arange(count) % len(part)]
-        parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
-        replies = training.cluster.call(rank_functions.call_prediction, training.name, "predict", per_rank=parts)
-        found.append(join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
+    with _begin_prediction(training, rank_functions.begin_prediction, recipe) as (_, call):
+        for part in images.split(count):
+            # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
+            filled = part[torch.arange(count) % len(part)]
+            replies = call("predict", per_rank=[(cut_inputs(program, {"images": filled}),) for program in programs])
+            found.append(join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
     return torch.cat(found)
 
 
@@ -140,13 +160,9 @@ def predict_picture(
                 "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
             )
     # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect
-    # between two rounds. If anything fails, `drop_prediction` closes what the ranks have opened.
-    try:
-        begin = rank_functions.begin_tiled_prediction, training.name, training.steps
-        (rounds, *_) = training.cluster.call(*begin, replace(recipe, state={}), request, sink)
+    # between two rounds.
+    own = rank_functions.begin_tiled_prediction, replace(recipe, state={}), request, sink
+    with _begin_prediction(training, *own) as ((rounds, *_), call):
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
-            training.cluster.call(rank_functions.call_prediction, training.name, "step")
-        return training.cluster.call(rank_functions.call_prediction, training.name, "finish")[0]
-    finally:
-        with suppress(Mpi4dlError):
-            training.cluster.call(rank_functions.drop_prediction, training.name)
+            call("step")
+        return call("finish")[0]

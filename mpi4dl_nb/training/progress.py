@@ -60,7 +60,8 @@ class ProgressRecorder:
         """
         before_s, now_s = self._now_s, time.perf_counter()
         with self._lock:
-            self._now_s = now_s
+            # A bad image is met within a step, whose time goes on.
+            self._now_s = before_s if isinstance(event, SkippedImage) else now_s
             now = self.current
             match event:
                 case StepResult():

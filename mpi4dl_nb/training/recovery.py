@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engines.errors import DamagedError, PlanError, RankError
 from engines.formatting import format_seconds
+from engines.graph.stages import Layer, cut_stages, find_layers
 from engines.plan import OPTIONS, Plan
 from engines.predict.search import generate_plans, search
 from engines.train.optimiser_trial import count_states
@@ -127,11 +128,12 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     # The same numbers of batches and micro-batches make the same batch of each optimiser step, summed up in as many
     # parts: losses and weights go on as they would have with all ranks.
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
+    layers = find_layers(training.recipe.graph)
     same = {name: getattr(now, name) for name, option in OPTIONS.items() if option.kept}
     able = (
         replace(plan, **same, accumulate=now.batches // plan.batches)
         for plan in generate_plans(ranks, batch)
-        if now.batches % plan.batches == 0 and _normalises_alike(plan, now)
+        if now.batches % plan.batches == 0 and _normalises_alike(plan, now, layers)
     )
     asked = [
         plan
@@ -150,9 +152,16 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     return found.fitting[0].plan
 
 
-def _normalises_alike(plan: Plan, now: Plan) -> bool:
+def _normalises_alike(plan: Plan, now: Plan, layers: Sequence[Layer]) -> bool:
     """Return whether batch norms see the same pixels under both plans, whose `sync_batchnorm` will be that of `now`."""
     if now.sync_batchnorm:
         return True
-    tiles = [[grid for grid in each.grids if grid.tiles > 1] for each in (plan, now)]
-    return tiles[0] == tiles[1] and plan.local_dp == now.local_dp and not plan.bidirectional
+    if plan.split_size > len(layers) or plan.local_dp != now.local_dp or plan.bidirectional:
+        return False
+    # The same tiles must cover the same layers. With fused halos, two ranks normalise the pixels that both compute.
+    tiled = [
+        [pair for pair in zip(each.grids, cut_stages(layers, each), strict=True) if pair[0].tiles > 1]
+        for each in (plan, now)
+    ]
+    fused = [(each.halo_d2, each.fused_layers) for each in (plan, now)]
+    return tiled[0] == tiled[1] and fused[0] == fused[1]

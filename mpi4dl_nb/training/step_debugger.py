@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -224,10 +225,10 @@ class StepDebugger(FactTable):
 
     def close(self) -> None:
         """Abandon the step if it is not done. Nothing has changed then."""
-        open_still, self.number = bool(self.number) and not self.done, ""
-        if open_still:
+        number, self.number = self.number, ""
+        if number and not self.done:
             with suppress(RankError):  # if ranks have died, the step is abandoned anyway
-                self.training.cluster.call(rank_functions.abort_debug_step)
+                self.training.cluster.call(rank_functions.abort_debug_step, number)
 
     def __enter__(self) -> StepDebugger:
         return self
@@ -266,8 +267,11 @@ class StepDebugger(FactTable):
 
         `show` selects the `activation`, the `gradient`, or whichever was `made` last: gradients in the backward pass. A
         rank that has done nothing yet shows its part of the images. Ranks send at most `bound_px` pixels per side:
-        larger values are averaged down.
+        larger values are averaged down. Raises PlanError, before any rank is asked, for numbers that are too small.
         """
+        for name, asked, low in (("channel", channel, 0), ("image", image, 0), ("bound_px", bound_px, 1)):
+            if not isinstance(asked, Integral) or asked < low:
+                raise PlanError(f"{name}={asked!r} must be a whole number of {low} or more.")
         return self._inspector.make_view(self.event, show, channel, image, bound_px)
 
     def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:

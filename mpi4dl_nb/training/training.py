@@ -308,8 +308,8 @@ class Training(TrainingHandle):
                     "or give a picture: a path, or an (H, W, 3) array of bytes."
                 )
             return predict_batch(self, source)
-        self.predicted = predict_picture(self, source, to, region, level, kind, memory_mb, progress)
-        return self.predicted.answer
+        self.predicted = done = predict_picture(self, source, to, region, level, kind, memory_mb, progress)
+        return done.answer
 
     def forecast(self) -> Forecast:
         """Predict the cost of a step on this cluster from the compiled programs. Calibrates the cluster first, once.

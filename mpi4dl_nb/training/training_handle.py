@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
@@ -94,6 +95,8 @@ class TrainingHandle:
         self.reports: list[StepReport] = []
         self.reported = self.recipe
         self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
+        # A cell that runs again makes another training, with which the ranks free the old one if nothing refers to it.
+        weakref.finalize(self, cluster.freed.append, self.name).atexit = False
         self._create()
         graph = self.recipe.graph
         updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
@@ -107,7 +110,10 @@ class TrainingHandle:
         # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
         self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
         own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
-        self.cluster.call(rank_functions.create, self.name, per_rank=own)
+        with self.cluster.turn:
+            freed = tuple(self.cluster.freed)
+            self.cluster.call(rank_functions.create, self.name, freed, per_rank=own)
+            del self.cluster.freed[: len(freed)]
 
     def step(self, images: Any, labels: Any) -> float:
         """Run one training step on a batch and return the loss before the update.
@@ -235,7 +241,6 @@ class TrainingHandle:
 
     def close(self) -> None:
         """Free the memory that the ranks hold for this training."""
-        self.cluster.call(rank_functions.drop_prediction, self.name)
         self.cluster.call(rank_functions.drop, self.name)
 
     def __repr__(self) -> str:

@@ -220,7 +220,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
     def _resolve_machine(self) -> Machine | None:
         """Return the machine whose time is predicted; None if the cluster is not calibrated. Raises PlanError."""
         name = self.machine.value
-        machine = self.machines[name] if name in self.machines else resolve_machine(name)
+        machine = self.machines[name] if isinstance(name, str) and name in self.machines else resolve_machine(name)
         return machine or (self.cluster.machine if self.cluster else None)
 
     def _compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
@@ -23,7 +24,7 @@ from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner
-from mpi4dl_nb.status_line import show_counts, show_status
+from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
@@ -71,6 +72,11 @@ class TuningView(anywidget.AnyWidget):
             self._on_choose(content["choose"])
         if "measure" in content and not self.busy:
             self._on_measure(content["measure"])
+
+
+def _resolve_tiles(plan: Plan) -> dict[str, object]:
+    """Return the options of a plan, with the grids of tiles that they mean: "2x2" is four square tiles."""
+    return {**asdict(plan), "slice_method": None, "num_spatial_parts": plan.grids}
 
 
 class Tuner(PageWidget):
@@ -128,10 +134,8 @@ class Tuner(PageWidget):
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         self._figure: Drawing | None = None
-        with show_status("Measuring how fast these ranks compute and send: about a minute ..."):
-            cluster.calibrate()
         with show_counts("Predicting plans", progress) as seen:
-            found = self.tuning.find(rank_bytes, seen, neutral_batch)
+            found = self.tuning.find(rank_bytes, seen, neutral_batch, progress)
         self.explanation, self.refused, self.too_large = found.explanation, found.refused, found.too_large
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
         self._show(found.candidates)
@@ -155,9 +159,10 @@ class Tuner(PageWidget):
         return next(each for each in self.candidates if each.plan == self.plan)
 
     def choose(self, plan: Plan) -> None:
-        """Select the plan of a candidate. Raises PlanError if no candidate has it."""
-        self._chosen = self._find(repr(plan)).plan
-        self.rows.chosen = repr(plan)
+        """Select the plan of a candidate, however its tiles are written. Raises PlanError if no candidate has it."""
+        same = (each.plan for each in self.candidates if _resolve_tiles(each.plan) == _resolve_tiles(plan))
+        self._chosen = self._find(repr(next(same, plan))).plan
+        self.rows.chosen = repr(self._chosen)
 
     def _find(self, text: str) -> Candidate:
         """Return the candidate of a plan that is given as text."""

@@ -9,6 +9,13 @@ import pytest
 from mpi4dl_nb.bench_monitor import main
 
 
+@pytest.mark.parametrize("wrong", [("--pairs", "0"), ("--steps", "1"), ("--tiles", "-2")])
+def test_numbers_that_measure_nothing_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(wrong)
+    assert f"argument {wrong[0]}: " in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_it_tells_what_a_monitor_costs(capsys):
     main(["--backend", "loopback", "--pairs", "1", "--steps", "3", "--size", "16"])

@@ -163,6 +163,7 @@ def test_a_picture_is_shrunk_once():
     [
         ({"stage": 1}, "stage=1 is not cut into tiles: use one of 0"),
         ({"zoom": 0}, "zoom=0 is how many pixels"),
+        ({"zoom": "8"}, "zoom='8' is how many pixels"),
         ({"receptive": (96, 0)}, "not one of the 96 x 120 of conv2d"),
     ],
     ids=str,

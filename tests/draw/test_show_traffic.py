@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from legible import read, unreadable
+from torch import nn
 
 from engines.errors import PlanError
+from engines.graph import trace_cache
+from engines.graph.trace import trace
 from engines.models import resnet_v2
 from engines.plan import Plan
 from engines.program.compile import compile_plan
@@ -40,6 +44,17 @@ def test_it_tells_what_the_busiest_rank_sends(figure):
 @pytest.mark.nightly
 def test_it_is_legible(figure):
     assert unreadable(figure) == []
+
+
+def test_a_loss_of_other_labels_is_traced_once_for_all_plans(monkeypatch):
+    traced = []
+    monkeypatch.setattr(trace_cache, "trace", lambda *args: traced.append(args) or trace(*args))
+    plans = {"two": Plan(split_size=1, slice_method="1x2"), "four": Plan(split_size=1, slice_method="2x2")}
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1))
+    told = show_traffic(model, plans, (2, 3, 16, 16), nn.BCEWithLogitsLoss(), torch.zeros(2, 1, 16, 16)).alt
+    assert "two: " in told
+    assert "four: " in told
+    assert len(traced) == 1
 
 
 def test_without_a_plan():

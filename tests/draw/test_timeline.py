@@ -159,6 +159,9 @@ def test_a_part_of_the_step_can_be_shown():
     assert ("waits 35%", 525) in [(text.get_text(), round(text.get_position()[0])) for text in figure.axes[0].texts]
     with pytest.raises(PlanError, match=r"span_ms=\(5, 2\) must be"):
         show_timeline(PIPELINE, span_ms=(5, 2))
+    for span in ((1,), 3, ("1", "2")):
+        with pytest.raises(PlanError, match=r"span_ms=.* must be \(start, end\)"):
+            show_timeline(PIPELINE, span_ms=span)
 
 
 def test_a_span_after_the_end_is_refused():

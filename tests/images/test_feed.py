@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -454,11 +455,18 @@ def test_a_class_that_the_type_of_the_labels_cannot_hold_is_refused():
         ({"on_bad_image": "ignore"}, "on_bad_image='ignore' is unknown. Choose one of raise, skip"),
         ({"workers": -1}, "workers=-1 must be a whole number"),
         ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"seed": "7"}, "seed='7' must be a whole number"),
+        ({"seed": True}, "seed=True must be a whole number"),
+        ({"seed": 1 << 64}, r"seed=18446744073709551616 must be a whole number between -2\*\*64 and 2\*\*64"),
     ],
 )
 def test_what_cannot_be_asked_for(wrong: dict[str, Any], said: str):
     with pytest.raises(PlanError, match=said):
         LoaderOptions(**wrong)
+
+
+def test_a_seed_of_numpy_is_a_seed():
+    assert type(LoaderOptions(np.int64(7)).seed) is int
 
 
 def test_too_few_images():

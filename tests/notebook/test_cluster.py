@@ -800,3 +800,9 @@ def test_a_tile_travels_without_its_image():
 def test_the_notebook_knows_no_mpi():
     code = "import sys, mpi4dl_nb.cluster; sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path.cwd()).returncode == 0
+
+
+@pytest.mark.parametrize("seconds", ["300", 0, (1, 2)])
+def test_a_limit_that_is_no_time_is_refused(seconds):
+    with pytest.raises(PlanError, match=r"hang_after_s=.* must be 1 second or more, or None"):
+        Cluster(2, hang_after_s=seconds)

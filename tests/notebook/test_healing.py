@@ -369,6 +369,10 @@ def test_where_each_tile_is_normalised_by_itself_the_tiles_stay(cluster):
     tiles = Plan(split_size=1, num_spatial_parts=3, slice_method="1x3", sync_batchnorm=False)
     with pytest.raises(PlanError, match="No plan for 2 ranks"):
         choose_plan(Training(model(), tiles, cluster, SHAPE), 2)
+    # Two tiles of all layers are not the two tiles of the first stage: their norms would see other pixels.
+    staged = Plan(split_size=2, num_spatial_parts=2, slice_method="vertical", sync_batchnorm=False)
+    with pytest.raises(PlanError, match="No plan for 2 ranks"):
+        choose_plan(Training(model(), staged, cluster, SHAPE), 2)
 
 
 @over_loopback

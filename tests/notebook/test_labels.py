@@ -14,6 +14,7 @@ from engines.errors import ImageError, PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.training.batches import cast_numbers
 
 PLAN = Plan(split_size=1, slice_method="1x2", precision="float64")
 SHAPE = (4, 3, 8, 12)
@@ -99,6 +100,22 @@ def test_both_mends_that_are_named_train(two):
     assert other.step(images, masks) == pytest.approx(right, rel=1e-12)
     first.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("example", "labels", "text"),
+    [
+        (torch.uint8, torch.full((4, 8, 12), -1), "the number -1 as torch.int64, which does not fit into uint8"),
+        (torch.uint8, torch.full((4, 8, 12), 300), "the number 300 as torch.int64"),
+        (torch.int8, torch.full((4, 8, 12), 200, dtype=torch.uint8), "the number 200 as torch.uint8"),
+        (torch.bool, torch.full((4, 8, 12), 2), "the number 2 as torch.int64, which does not fit into bool"),
+    ],
+)
+def test_whole_numbers_do_not_wrap_around(example, labels, text: str):
+    spec = TensorSpec((4, 8, 12), str(example).removeprefix("torch."))
+    with pytest.raises(ImageError, match=text):
+        cast_numbers("labels", labels, spec)
+    assert torch.equal(cast_numbers("labels", torch.ones_like(labels), spec), torch.ones_like(labels).to(example))
 
 
 def generated():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from engines.cli import train_images
 from engines.cli.train_command import run_train
@@ -254,6 +254,19 @@ def test_an_epoch_of_a_generator_goes_on_where_the_last_one_has_ended(cluster):
 def test_steps_end_an_epoch_of_batches_too(cluster):
     history = training(ONE, cluster).fit(list(loader(3 * N)), epochs=2, progress=False, steps=2)
     assert [epoch.steps for epoch in history.epochs] == [2, 2]
+
+
+class Stream(IterableDataset):
+    """Images whose number nobody knows before they have come."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(loader(3 * N).dataset)
+
+
+def test_a_stream_behind_a_loader_has_as_many_steps_as_asked_for(cluster):
+    data = DataLoader(Stream(), batch_size=N)
+    assert len(training(ONE, cluster).fit(data, progress=False, steps=2).losses) == 2
+    assert len(training(ONE, cluster).fit(data, progress=False).losses) == 3
 
 
 # ---- after a break

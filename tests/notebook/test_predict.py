@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from engines.images.picture import open_image
 from engines.inference.rank_predictor import make_padded_region
 from engines.models import UNet
 from engines.spatial.tiles import Tile
+from engines.train import rank_functions
 from mpi4dl_nb import Cluster, Plan, Training
 
 N = 5
@@ -65,6 +67,17 @@ def test_batches_of_any_number(count: int, cluster: Cluster):
     training = trained(classifier(), PLAN, cluster, per_pixel=False)
     images = torch.randn(count, 3, 12, 20)
     assert close(training.predict(images), plain(training, images))
+
+
+def test_predictions_of_two_threads_do_not_mix_and_are_freed(cluster: Cluster):
+    training = trained(classifier(), PLAN, cluster, per_pixel=False)
+    asked = [torch.randn(count, 3, 12, 20) for count in (5, 3, 4, 5)]
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(training.predict, asked))
+    assert all(close(mine, plain(training, images)) for mine, images in zip(found, asked, strict=True))
+    assert cluster.call(lambda host: len(host.predictions)) == [0] * N
+    with pytest.raises(PlanError, match="do not hold this prediction any more"):
+        cluster.call(rank_functions.call_prediction, training.name, "step")
 
 
 @pytest.mark.nightly

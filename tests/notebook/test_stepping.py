@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engines.errors import ImageError, LossError, PlanError
 from engines.graph.model_graph import TensorSpec
 from engines.spatial.tiles import Tile
-from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import Cluster, Plan, Training, show_step
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
 
@@ -234,6 +234,35 @@ def test_a_step_that_is_left_has_changed_nothing(five, leave: str):
             stepping.instruction()
     assert training.step(*batch()) == other.step(*batch())
     assert same_state(training, other)
+
+
+def test_a_step_that_was_given_up_is_closed_without_ending_the_next_one(five):
+    training = new(five)
+    first, second = training.stepping(*batch()), training.stepping(*batch())
+    first.close()
+    second.instruction()
+    second.close()
+    with pytest.raises(PlanError, match="given up"):
+        second.instruction()
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"channel": -1}, "channel=-1 must be a whole number of 0 or more"),
+        ({"channel": "1"}, "channel='1' must be a whole number of 0 or more"),
+        ({"image": -7}, "image=-7 must be a whole number of 0 or more"),
+        ({"bound_px": 0}, "bound_px=0 must be a whole number of 1 or more"),
+    ],
+)
+def test_a_view_that_cannot_be_shown_is_refused_and_the_step_goes_on(five, asked: dict, text: str):
+    stepping = new(five).stepping(*batch())
+    with pytest.raises(PlanError, match=text):
+        stepping.view(**asked)
+    with pytest.raises(PlanError, match="message=-9 must be a whole number of 0 or more"):
+        show_step(stepping, message=-9)
+    stepping.instruction()
+    stepping.close()
 
 
 def test_looking_at_weights_does_not_end_a_walk(five):

@@ -6,6 +6,7 @@ Models, losses and optimisers are defined inside the tests, as in a cell: the ra
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -338,14 +339,24 @@ def test_the_timeline_has_every_instruction_of_every_rank_once(cluster, plan: Pl
 
 
 def test_close_frees_the_ranks(cluster):
-    held = cluster.call(lambda host: len(host.trainings))
     training = Training(unet(), TILES, cluster, SHAPE)
-    assert cluster.call(lambda host: len(host.trainings)) == [count + 1 for count in held]
+    name = training.name
+    assert cluster.call(lambda host: name in host.trainings) == [True] * N
     training.close()
-    assert cluster.call(lambda host: len(host.trainings)) == held
+    assert cluster.call(lambda host: name in host.trainings) == [False] * N
     with pytest.raises(PlanError, match="do not hold this training any more: it was closed"):
         training.step(*batches(1)[0])
     training.close()
+
+
+def test_a_training_that_nothing_refers_to_is_freed_with_the_next_one():
+    with Cluster(1, backend="loopback") as alone:
+        for _ in range(3):
+            training = None
+            gc.collect()
+            training = Training(unet(), Plan(split_size=1, spatial_size=0), alone, SHAPE)
+        assert alone.call(lambda host: list(host.trainings)) == [[training.name]]
+        assert alone.freed == []
 
 
 def test_a_timeline_before_the_first_step(cluster):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import PlanError, RankError
+from engines.errors import ImageError, PlanError, RankError
 from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
 from engines.predict.explain import classify_plan
@@ -66,6 +66,17 @@ def test_a_machine_that_is_known_is_stored_where_it_is_asked(cluster, tmp_path, 
     assert Machine.from_json((tmp_path / "machine.json").read_text()) == cluster.machine
 
 
+def test_a_machine_file_that_cannot_be_used_is_named_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"machine\.json cannot be read: Not a directory\."):
+        Cluster(2).calibrate(tmp_path / "file" / "machine.json")
+    with pytest.raises(PlanError, match=r"machine\.json cannot be written: File exists\."):
+        Cluster(2).calibrate(tmp_path / "file" / "machine.json", again=True)
+    with pytest.raises(RankError, match="not started"):  # so it would be measured
+        Cluster(2).calibrate(tmp_path / "machine.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_rank_that_dies_ends_a_tuning():
     with Cluster(2, backend="loopback") as cluster:
         trial = PlanTrial(cluster, lambda: cluster._mark_dead(RankError("Rank 1: killed", 1)))
@@ -117,6 +128,25 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
 def test_numbers_that_make_no_sense_are_refused(cluster):
     with pytest.raises(PlanError, match="top=-1 plans"):
         tune(model(), SHAPE, cluster, top=-1)
+    for go in (
+        lambda: tune(model(), SHAPE, cluster, steps=0),
+        lambda: PlanTuner(model(), SHAPE, cluster).measure([], 0),
+    ):
+        with pytest.raises(PlanError, match="steps=0 of each plan"):
+            go()
+
+
+def test_what_cannot_be_trained_is_refused_before_the_machine_is_measured(cluster, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cluster, "calibrate", lambda **more: asked.append(more) or cluster.machine)
+    for go in (tune, Tuner):
+        with pytest.raises(ImageError, match="must be"):
+            go(model(), SHAPE[1:], cluster)
+        with pytest.raises(PlanError):
+            go(model(), SHAPE, cluster, optimiser=lambda weights: torch.optim.SGD(weights, lr=-1))
+    assert asked == []
+    PlanTuner(model(), SHAPE, cluster).find(progress=False)
+    assert asked == [{"progress": False}]
 
 
 def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
@@ -151,6 +181,11 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
     assert tuner.candidates[0].plan == other  # what was measured comes first
     tuner.choose(tuner.candidates[2].plan)
     assert tuner.rows.chosen == repr(tuner.candidates[2].plan)
+    strips = next(each.plan for each in tuner.candidates if each.plan.grids[0].tiles == 2)
+    written = {"2x1": "horizontal", "1x2": "vertical"}[strips.slice_method]
+    tuner.choose(replace(strips, slice_method=written, num_spatial_parts=2))
+    assert tuner.plan == strips
+    assert tuner.rows.chosen == repr(strips)
     with pytest.raises(PlanError, match="none of the"):
         tuner.choose(type(other)())
     assert tuner.trouble.text == ""

@@ -41,6 +41,8 @@ def test_a_machine_is_the_same_after_being_stored(name):
 def test_an_unknown_machine_is_refused_with_those_that_are_known():
     with pytest.raises(PlanError, match=r"no machine 'Sumit'. Did you mean 'Summit'.*Summit, Lassen, Pitzer.*Frontera"):
         resolve_machine("Sumit")
+    with pytest.raises(PlanError, match=r"no machine \['Summit'\]"):
+        resolve_machine(["Summit"])
 
 
 @given(at=SIZES, more=st.floats(1, 100), axis=st.integers(0, 2), back=st.booleans())

@@ -241,6 +241,8 @@ def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown(
     assert "has no speed for" in made.view.gauges["now"][1]["note"]
     with pytest.raises(PlanError, match="no machine 'sumit'"):
         Configurator(resnet20_v1(), SHAPE, machine="sumit")
+    made.machine.value = ["Summit"]
+    assert "no machine ['Summit']" in str(made._error)
 
 
 @pytest.mark.nightly

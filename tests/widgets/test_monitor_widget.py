@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch import nn
 
 from engines.errors import RankError
 from engines.images.dataset import SyntheticImages
-from engines.train.training_events import EpochResult, Recovered, StepResult
+from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 from mpi4dl_nb.draw.monitor import format_progress_html
+from mpi4dl_nb.training import progress
 from mpi4dl_nb.training.progress import ProgressRecorder, RefreshRate
 from mpi4dl_nb.widgets import monitor as module
 
@@ -147,6 +149,15 @@ def test_a_recovery_to_the_start_leaves_no_last_step():
     gathered.add(StepResult(0, 0, 4, 1.0, 2.0, None, 0.0), [])
     gathered.add(Recovered("", 0, 0), [])
     assert "step 0 of 10" in format_progress_html(gathered.get_progress("running", True))
+
+
+def test_a_bad_image_does_not_make_its_step_fast(monkeypatch):
+    now = iter([0.0, 4.0, 5.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    gathered = ProgressRecorder(PLAN)
+    gathered.add(SkippedImage("a.png: it ends early"), [])
+    gathered.add(StepResult(0, 0, 10, 1.0, 2.0, None, 0.0), [])
+    assert list(gathered.current.speeds) == [2.0]
 
 
 class FailsAtTheEnd:
