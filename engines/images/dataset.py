@@ -154,13 +154,14 @@ def check_ignored(images: LabelledImages, label: int | None) -> None:
 
 
 def check_label_shape(shape: Sequence[int]) -> None:
-    """Raise ImageError if the labels of a training have axes besides batch, rows and columns, as one-hot labels do.
+    """Raise ImageError if the labels of a training have axes besides batch, rows and columns, or have no axis.
 
     >>> check_label_shape((2,)), check_label_shape((2, 1)), check_label_shape((2, 1, 32, 48))
     (None, None, None)
     """
-    # A class number would be broadcast along such an axis: class 2 would become (2, 2, 2) instead of (0, 0, 1).
-    if any(size > 1 for size in (shape[1:-2] if len(shape) > 2 else shape[1:])):
+    # A class number would be broadcast along another axis, as that of one-hot labels: class 2 would become (2, 2, 2)
+    # instead of (0, 0, 1).
+    if not shape or any(size > 1 for size in (shape[1:-2] if len(shape) > 2 else shape[1:])):
         numbers = "(N,) or (N, 1)" if len(shape) < 3 else "(N, H, W) or (N, 1, H, W)"
         raise ImageError(
             f"The training was made for labels of shape {tuple(shape)}, but images of files have one class number per "

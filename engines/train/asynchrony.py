@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from engines.errors import PlanError
@@ -48,11 +49,14 @@ class Asynchrony:
             _check_count(name, getattr(self, name), 1)
         if self.max_staleness is not None:
             _check_count("max_staleness", self.max_staleness, 0)
+        if not isinstance(self.slow, Mapping):
+            raise PlanError(f"slow={self.slow!r} must map replicas to seconds, such as {{0: 1.0}}.")
         for replica, seconds in self.slow.items():
-            if replica not in range(self.replicas) or not (math.isfinite(seconds) and seconds >= 0):
+            right = isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0
+            if replica not in range(self.replicas) or not right:
                 raise PlanError(
                     f"slow={dict(self.slow)} must say how many seconds (0 or more) replicas 0 to {self.replicas - 1} "
-                    f"sleep in each step, but it says {seconds} for replica {replica}."
+                    f"sleep in each step, but it says {seconds!r} for replica {replica}."
                 )
         for name, mode in (("max_staleness", "server"), ("staleness_aware", "server"), ("average_every", "peers")):
             if self.mode != mode and getattr(self, name) != type(self).__dataclass_fields__[name].default:

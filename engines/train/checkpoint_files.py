@@ -23,6 +23,7 @@ from engines.train.checkpoint_folder import (
     MANIFEST,
     create_draft,
     describe_remedy,
+    flush_to_disk,
     get_free_bytes,
     lock_folder,
     make_damaged_error,
@@ -279,11 +280,20 @@ class CheckpointWriter:
                 os.fsync(file.fileno())
             found = publish_draft(self._path, manifest["step"])
             self._path = None  # it is no draft any more, so `discard` must not remove it
-            prune(self.folder, keep)  # last: until the new checkpoint is on disk, no old one goes
-            return found
         except OSError as error:
             self.discard()
             raise self._make_error(error) from error
+        try:
+            flush_to_disk(self.folder)
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(
+                f"{found} is written, but the disk did not confirm its name ({error.strerror or error}): after a power "
+                f"cut it may be missing. All earlier checkpoints stay. {describe_remedy(error.errno)}"
+            ) from error
+        with suppress(OSError):  # one too many is no failure
+            prune(self.folder, keep)  # last: until the new checkpoint is on disk, no old one goes
+        return found
 
     def discard(self) -> None:
         """Remove unfinished files and release the lock. A finished checkpoint stays."""

@@ -185,16 +185,18 @@ def make_space_error(folder: Path, needed_bytes: int, free: int, reason: str = "
 
 
 def publish_draft(written: Path, step: int) -> Path:
-    """Rename a draft, whose files are on disk already, to its final name and return that."""
+    """Rename a draft, whose files are on disk already, to its final name and return that.
+
+    The caller flushes the folder, which makes the rename itself durable.
+    """
     # Order matters: the draft's directory entries must be on disk before the rename, so that a crash never leaves a
-    # published checkpoint with missing files. The second flush makes the rename itself durable.
+    # published checkpoint with missing files.
     #
     #   crash after    files   1st flush   rename          2nd flush
     #   next start     draft   draft       draft or whole  whole
     flush_to_disk(written)
     whole = written.with_name(f"{written.name.removeprefix(_PARTIAL)}-step-{step}")
     written.rename(whole)
-    flush_to_disk(written.parent)
     return whole
 
 

@@ -256,7 +256,7 @@ def make_optimiser_state(
 # the optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
 #
 #     trial step of                       if the step fails
-#     1. the optimiser as it was made     a trial is impossible: only sizes are checked
+#     1. the optimiser as it was made     a trial is impossible: nothing is checked
 #     2. ... with the saved options       every step of the training would fail, too
 #                                         (afterwards: its state shows what must have been saved)
 #     3. ... and with the saved state     every step of the training would fail, too

@@ -20,7 +20,7 @@ from engines.graph.traceability import get_prediction, merge_outputs
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.rng import CounterRNGMode
 from engines.train.optimisers import Optimiser, make_optimiser
-from engines.train.recipe import Recipe
+from engines.train.recipe import Recipe, split_micro_batches
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ReferenceTraining:
             weight.grad = None
         self.losses: list[float] = []
         outputs = []
-        parts = (batch[name].chunk(self.micro_batches) for name in ("images", "labels"))
+        parts = (split_micro_batches(batch[name], self.micro_batches) for name in ("images", "labels"))
         for part in zip(*parts, strict=True):
             # Copies: a forward may write to its images, and the batch is used again.
             images, labels = (tensor.to(self.device, copy=True) for tensor in part)

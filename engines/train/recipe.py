@@ -157,7 +157,7 @@ def prepare(
     programs, state = compile_plan(graph, plan), collect_state(model, loss, graph)
     if plan.compile_segments:
         check_compiler(choose_autocast_type(device))
-    if scheduler:
+    if scheduler and parameters:
         check_scheduler(
             scheduler, make_optimiser(optimiser, {spec.name: spec.make_placeholder() for spec in parameters})
         )
@@ -209,3 +209,11 @@ def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dic
 def count_step_images(recipe: Recipe) -> int:
     """Return the number of images in one step, over all ranks."""
     return recipe.step_specs["images"].shape[0]
+
+
+def split_micro_batches(whole: Tensor, count: int) -> Sequence[Tensor]:
+    """Return a step's images or labels by micro-batch, views.
+
+    Labels may be a single number, without an axis to be cut; a plan with one micro-batch takes them as they are.
+    """
+    return whole.chunk(count) if count > 1 else (whole,)

@@ -38,7 +38,7 @@ from engines.program.steps import describe_steps
 from engines.program.timeline import identify_clock
 from engines.program.update import UpdateRules
 from engines.program.worker import Inputs, Worker
-from engines.train.recipe import Recipe, count_step_images
+from engines.train.recipe import Recipe, count_step_images, split_micro_batches
 from engines.train.step_report import StepReport
 
 
@@ -265,9 +265,7 @@ def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict
     # whole (N, C, H, W)  --chunk-->  micro-batch  --images-->  share  --rows, cols-->  tile
     #
     # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
-    # Labels may be a single number, without an axis to be cut; a plan with one micro-batch takes them as they are.
-    parts = program.micro_batches
-    chunks = {name: whole.chunk(parts) if parts > 1 else (whole,) for name, whole in inputs.items()}
+    chunks = {name: split_micro_batches(whole, program.micro_batches) for name, whole in inputs.items()}
     return {
         number: {name: feed.cut(chunks[name][number]).contiguous() for name, feed in feeds.items()}
         for number, feeds in program.feeds.items()

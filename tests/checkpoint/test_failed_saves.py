@@ -147,6 +147,21 @@ def test_what_no_checkpoint_holds():
     assert decode_value(encode_value({1: (float("inf"), torch.tensor([1.5, float("nan")]))}, ""))[1][0] == float("inf")
 
 
+def test_a_name_that_the_disk_does_not_confirm(recipe: Recipe, tmp_path: Path, monkeypatch):
+    """The new checkpoint is there, and so are the earlier ones, whatever `keep` is."""
+    before = on_ranks(recipe, [], into=tmp_path).saved
+
+    def broken(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(writers, "flush_to_disk", broken)
+    message = saved_or_said(recipe, tmp_path, keep=1)
+    assert "-step-1 is written, but the disk did not confirm its name (Input/output error)" in message
+    first, new = list_checkpoints(tmp_path)
+    assert first == before
+    open_checkpoint(new, recipe)
+
+
 # ---- a folder over time
 
 

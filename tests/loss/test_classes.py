@@ -10,7 +10,7 @@ from torch import nn
 from engines.errors import ImageError
 from engines.graph.labels import LabelSpec, find_label_specs, has_accuracy
 from engines.graph.model_graph import TensorSpec
-from engines.images.dataset import Subset, SyntheticImages, check_classes
+from engines.images.dataset import Subset, SyntheticImages, check_classes, check_label_shape
 from engines.images.examples import ExampleImages
 from engines.images.shard_reader import ShardReader
 from engines.plan import Plan
@@ -170,3 +170,8 @@ def test_random_labels_are_those_that_the_loss_takes():
 def test_soft_labels_are_no_class_numbers():
     spec = TensorSpec((2, 3, *SIZE), "float32")
     assert find_label_specs(prepare(segmenter(3), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss(), labels=spec).graph) == ()
+
+
+def test_a_single_number_is_no_label_of_images():
+    with pytest.raises(ImageError, match=r"labels of shape \(\), but images of files have one class number per image"):
+        check_label_shape(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.program.effects import Phase
+from engines.train.oracle import ReferenceTraining
 from engines.train.recipe import prepare
 from engines.train.training import RankTraining
 from engines.train.verify import verify
@@ -379,6 +381,11 @@ def test_ranks_share_images_that_each_operator_treats_alone(name: str):
     recipe = prepare(model, plan, (4, 3, 12, 16), loss)
     told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
     assert told["ok"], told
+
+
+def test_one_process_takes_labels_without_images():
+    reference = ReferenceTraining(nn.Conv2d(3, 2, 1), lambda p, y: (p * y).sum(), torch.optim.SGD)
+    assert math.isfinite(reference.step({"images": torch.randn(2, 3, 4, 4), "labels": torch.tensor(2.0)}))
 
 
 def test_labels_without_images_are_refused_before_they_are_cut():

@@ -71,6 +71,8 @@ REFUSED = {
     "bound": ({"max_staleness": -1}, "max_staleness=-1 must be a whole number of at least 0"),
     "slow": ({"replicas": 2, "slow": {2: 1.0}}, "replicas 0 to 1 sleep in each step, but it says 1.0 for replica 2"),
     "seconds": ({"slow": {0: -1.0}}, "but it says -1.0 for replica 0"),
+    "a text": ({"slow": {0: "1"}}, "but it says '1' for replica 0"),
+    "a list": ({"slow": [1.0]}, "slow=[1.0] must map replicas to seconds"),
     "other mode": ({"mode": "peers", "max_staleness": 3}, "max_staleness=3 says nothing about mode='peers'"),
     "no mode": ({"average_every": 3}, "average_every=3 says nothing about mode='server'"),
 }

@@ -411,6 +411,13 @@ def test_a_scheduler_paces_the_optimiser_that_it_is_given():
         prepare(net(), STAGES, SHAPE, scheduler=lambda optimiser: lr_scheduler.StepLR(other, 1))
 
 
+def test_a_model_without_weights_has_nothing_to_pace():
+    scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    plan = Plan(split_size=1, spatial_size=0)
+    recipe = prepare(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), plan, (2, 3, 8, 8), scheduler=scheduler)
+    assert recipe.make_optimiser({}) is None
+
+
 class Penalised(nn.Module):
     """A loss that holds the model, to bound its weights."""
 
