@@ -54,7 +54,7 @@ def folder_images(
     Names are sorted as text, as torchvision's ImageFolder sorts them: of the folders 0, 1, 10, 2, class 2 is "10".
     Warns if numbers would have another order, and of pictures that are left out since their format or place is unknown.
     Raises ImageError, naming the folders, if some may not be read, have no pictures or are no classes in `names`, if
-    they are shares of a data set (`train`, `val`) with the folders of classes inside, or if slides may be several files.
+    they are shares of a data set (`train`, `val`) with the folders of classes inside, or if a slide has several files.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -152,7 +152,8 @@ def _describe_left_out(paths: Sequence[Path]) -> str:
 
 
 def _list_unread(folder: Path) -> list[Path]:
-    return [path for path in _list_visible(folder)[1] if path.suffix.lower() in _UNREAD and not path.is_dir()]
+    endings = {*_UNREAD} - {*ENDINGS}
+    return [path for path in _list_visible(folder)[1] if path.suffix.lower() in endings and not path.is_dir()]
 
 
 def _list_folders(folder: Path) -> list[Path]:
