@@ -17,6 +17,7 @@ from engines.spatial.rng import sample_uniform
 from engines.spatial.tiles import Span, Tile
 
 KINDS = ("flip", "rotate", "stain", "brightness", "contrast")
+_OF_COLOURS = frozenset(KINDS[2:])
 
 _DRAWS = 13  # random numbers per image: 2 for the crop, 3 for the symmetry, 6 for the stains, 2 for the light
 
@@ -62,8 +63,9 @@ class Augmented(Subset):
     `flip` mirrors; `rotate` rotates by quarter turns (by half turns if a turned crop does not fit); each case has equal
     probability. `stain` changes the amounts of haematoxylin, eosin and DAB by up to the fraction `stain`, and adds up
     to that optical density of each. `brightness` and `contrast` change by up to the fraction `light`. With `size` =
-    (height, width), an image is a random crop of that size; without a draw, the centre crop.
-    Masks are transformed with their images. Raises ImageError if a kind is unknown or a fraction invalid.
+    (height, width), an image is a random crop of that size; without a draw, the centre crop. The last three take pixels
+    from -1 to 1, and clamp to these. Masks are transformed with their images.
+    Raises ImageError if a kind is unknown or a fraction invalid.
 
     >>> from engines.images.dataset import SyntheticImages
     >>> from mpi4dl_nb import Augmented
@@ -95,13 +97,18 @@ class Augmented(Subset):
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """Return the augmented pixels of a tile, (3, h, w).
 
-        Raises ImageError if the image is too small for the crop, or cannot be read.
+        Raises ImageError if the image is too small for the crop, cannot be read, or has colours beyond -1 to 1.
         """
         numbers = _sample_numbers(draw)
         pose = self._make_transform(index, numbers)
         pixels = pose(super().part(index, pose.find_source_tile(tile), draw))
-        if numbers is None:
+        if numbers is None or not self.kinds & _OF_COLOURS:
             return pixels
+        if not (most := pixels.abs().max()) <= 1:  # would be clamped, or taken for other bytes
+            raise ImageError(
+                f"{self.name(index)} has pixels up to {most:g}, but {', '.join(sorted(self.kinds & _OF_COLOURS))} "
+                "changes those from -1 to 1. Give such pixels and normalise them in the model, or choose other kinds."
+            )
         # The colours: each result depends only on its own pixel, so that tiles agree.
         moved = [2 * number - 1 for number in numbers[5:]]
         if "stain" in self.kinds:

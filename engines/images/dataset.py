@@ -26,11 +26,13 @@ class LabelledImages(ABC):
     All images have one size, except in sets that random crops are taken from. `draw` is the random number that alone
     determines the augmentation of an image: tiles read with the same draw, on any ranks, belong to the same augmented
     image. None means no augmentation. A set needs neither masks nor slides: by default, each pixel has the class of its
-    image, and each image is its own slide.
+    image, and each image is its own slide. Several threads at once may call `shape`, `part`, `mask` and `label`, those
+    that read ahead (`workers`).
     """
 
     classes: int  # the number of classes
     label_classes: int | None = None  # of labels of whole images, if the masks have other classes
+    names: Sequence[str] | None = None  # of the classes of whole images, in their order; None: they have none
     channels: int | None = None  # of what `part` returns; None: unknown before an image is read
     ignore: Sequence[int] = ()  # the numbers in masks that stand for no class
 
@@ -67,6 +69,10 @@ class LabelledImages(ABC):
         Raises ImageError if the mask cannot be read.
         """
         return torch.full(tile.shape, self.label(index))
+
+    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Subset, Subset]:
+        """Split into (training images, held-out images) by slide: see `split_by_slide`."""
+        return split_by_slide(self, held_out, seed)
 
 
 def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
@@ -338,7 +344,8 @@ class Subset(LabelledImages):
             raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
         self.images, self.numbers = images, tuple(numbers)
         self.classes, self.ignore = images.classes, getattr(images, "ignore", ())
-        self.channels, self.label_classes = (getattr(images, name, None) for name in ("channels", "label_classes"))
+        for name in ("names", "channels", "label_classes"):  # which not every set has
+            setattr(self, name, getattr(images, name, None))
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -16,9 +16,7 @@ from engines.formatting import describe_unknown
 from engines.images.dataset import (
     IGNORED,
     LabelledImages,
-    Subset,
     parse_image_size,
-    split_by_slide,
     to_network_input,
 )
 from engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
@@ -118,6 +116,7 @@ class ExampleImages(LabelledImages):
     `mask_classes`, `threshold` and `ignore` apply to the masks, if there are any (see `MaskFile`).
     """
 
+    names: tuple[str, ...]
     channels = 3
 
     def __init__(
@@ -230,10 +229,6 @@ class ExampleImages(LabelledImages):
         if bad:
             more = f"\nAnd {len(bad) - _LISTED} others." if len(bad) > _LISTED else ""
             raise ImageError("\n".join(bad[:_LISTED]) + more)
-
-    def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Subset, Subset]:
-        """Split into (training images, held-out images) by slide: see `split_by_slide`."""
-        return split_by_slide(self, held_out, seed)
 
     def _compute_margins(self, source: tuple[int, int]) -> tuple[int, int]:
         """Return the source's rows and columns before the centre crop; negative if the source is smaller."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -13,16 +13,18 @@ from engines.images.examples import Example, ExampleImages
 from engines.images.files import translate_errors
 from engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
 from engines.images.tables import check_names, write_table
+from engines.images.zarr import is_zarr
 
 _ZARR = ".zarr"  # a folder that is itself a picture
 
-_OF_SLIDES = (".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", ".dcm", ".czi")
-ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".btf", *_OF_SLIDES, _ZARR)
+_DICOM, _LISTS = ".dcm", (".vms", ".vmu")  # of a slide in several files, or with pictures of its parts beside it
+_OF_SLIDES = (".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", _DICOM, ".czi", *_LISTS)
+ENDINGS = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".tif", ".tiff", ".btf", *_OF_SLIDES, _ZARR)
 """The endings of files that are treated as pictures."""
 
 _UNREAD = (
-    *(".webp", ".bmp", ".gif", ".jp2", ".j2k", ".jpe", ".jfif", ".avif", ".heic", ".heif", ".jxl", ".ppm", ".pgm"),
-    *(".pbm", ".pnm", ".tga", ".psd", ".dib", ".ico", ".svg", ".npy", ".npz", ".nii", ".vms", ".lif", ".nd2", ".vsi"),
+    *(".webp", ".bmp", ".gif", ".jp2", ".j2k", ".avif", ".heic", ".heif", ".jxl", ".ppm", ".pgm"),
+    *(".pbm", ".pnm", ".tga", ".psd", ".dib", ".ico", ".svg", ".npy", ".npz", ".nii", ".lif", ".nd2", ".vsi"),
     *(".zvi", ".oib", ".oif", ".mha", ".mhd", ".nrrd", ".exr", ".hdr", ".qptiff"),
 )
 """Endings of pictures in formats that are not read."""
@@ -51,8 +53,8 @@ def folder_images(
     Hidden files and folders (`.name`, `._name` of a Mac) and those that systems add, such as `__MACOSX`, are ignored.
     Names are sorted as text, as torchvision's ImageFolder sorts them: of the folders 0, 1, 10, 2, class 2 is "10".
     Warns if numbers would have another order, and of pictures that are left out since their format or place is unknown.
-    Raises ImageError, naming the folders, if some have no pictures or are no classes in `names`, or if they are shares
-    of a data set (`train`, `val`) with the folders of classes inside.
+    Raises ImageError, naming the folders, if some may not be read, have no pictures or are no classes in `names`, if
+    they are shares of a data set (`train`, `val`) with the folders of classes inside, or if a slide has several files.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -68,7 +70,9 @@ def folder_images(
     """
     check_names(names)
     folder = Path(folder)
-    if not folder.is_dir():
+    with translate_errors(folder):
+        is_folder = folder.is_dir()
+    if not is_folder:
         raise ImageError(
             f"{folder} is not a folder (looked for in {describe_working_folder()}). "
             "Give a folder that has a folder of pictures for each class."
@@ -82,10 +86,10 @@ def folder_images(
     found: dict[str, list[tuple[Path, str]]] = {}  # the pictures of each class, with the names of their slides
     left_out = list_pictures(folder)
     for name in there:
-        found[name] = [(path, str(path)) for path in list_pictures(folder / name)]
+        found[name] = [(path, str(path)) for path in _list_images(folder / name)]
         left_out += _list_unread(folder / name)
         for slide in _list_folders(folder / name):
-            found[name] += [(path, slide.name) for path in list_pictures(slide)]
+            found[name] += [(path, slide.name) for path in _list_images(slide)]
             left_out += _list_unread(slide)
             left_out += [path for deeper in _list_folders(slide) for path in list_pictures(deeper)]
     if not there:
@@ -133,8 +137,8 @@ def _sort_numbers(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _describe_left_out(paths: Sequence[Path]) -> str:
     """Return a sentence for each reason for which pictures are left out; empty without any, else with a space after."""
-    misplaced = [path for path in paths if path.suffix.lower() in ENDINGS]
-    unread = Counter(path.suffix.lower() for path in paths if path.suffix.lower() not in ENDINGS)
+    misplaced = [path for path in paths if path.suffix.lower() not in _UNREAD]
+    unread = Counter(path.suffix.lower() for path in paths if path.suffix.lower() in _UNREAD)
     text = ""
     if unread:
         counts = ", ".join(f"{count} {ending}" for ending, count in sorted(unread.items()))
@@ -148,25 +152,50 @@ def _describe_left_out(paths: Sequence[Path]) -> str:
 
 
 def _list_unread(folder: Path) -> list[Path]:
-    return [path for path in _list_visible(folder) if path.suffix.lower() in _UNREAD]
+    endings = {*_UNREAD} - {*ENDINGS}
+    return [path for path in _list_visible(folder)[1] if path.suffix.lower() in endings and not path.is_dir()]
 
 
 def _list_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in _list_visible(folder) if path.is_dir() and path.suffix != _ZARR)
+    return _list_visible(folder)[0]
 
 
-def list_pictures(folder: Path) -> list[Path]:
-    """Return the sorted files in a folder that have a picture's ending and are not hidden."""
-    return sorted(
-        path
-        for path in _list_visible(folder)
-        if path.suffix.lower() in ENDINGS and path.is_dir() == (path.suffix == _ZARR)
-    )
+def _list_images(folder: Path) -> list[Path]:
+    """Return the pictures in the folder of a class or slide. Raises ImageError if several may be of one slide."""
+    found = list_pictures(folder)
+    lists = [path.name for path in found if path.suffix.lower() in _LISTS]
+    several = lists or [path.name for path in found if path.suffix.lower() == _DICOM]
+    if lists or len(several) > 1:
+        raise ImageError(
+            f"{folder} has slides of several files ({', '.join(several[:_LISTED])}), each of which would count as an "
+            "image, and might be trained on and held out at once. Name one file of each slide in a table "
+            "(write_table, table_images)."
+        )
+    return found
 
 
-def _list_visible(folder: Path) -> Iterator[Path]:
-    """Return the entries of a folder, without hidden ones and those that systems add."""
-    return (path for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _OF_SYSTEMS)
+def list_pictures(folder: Path, more: Sequence[str] = ()) -> list[Path]:
+    """Return the sorted files in a folder that have a picture's ending, or one of `more`, and are not hidden.
+
+    Raises ImageError if the folder may not be read.
+    """
+    endings = {*ENDINGS, *more} - {_ZARR}
+    return [path for path in _list_visible(folder)[1] if path.suffix.lower() in endings or path.is_dir()]
+
+
+def _list_visible(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the sorted folders and files in a folder, without hidden ones and those that systems add.
+
+    A Zarr store counts as a file. Raises ImageError if the folder, or one in it, may not be read.
+    """
+    folders: list[Path] = []
+    files: list[Path] = []
+    with translate_errors(folder):
+        for path in sorted(folder.iterdir()):
+            if not path.name.startswith(".") and path.name not in _OF_SYSTEMS:
+                is_folder = path.is_dir() and path.suffix.lower() != _ZARR and not is_zarr(path)
+                (folders if is_folder else files).append(path)
+    return folders, files
 
 
 # Tables made from annotations of other tools: folders of masks, and boxes in Pascal VOC format.
@@ -177,7 +206,7 @@ def write_masks_table(images: Path, masks: Path, table: Path) -> int:
 
     Returns the number of pictures. Raises ImageError if there are none, or if one has no mask or several.
     """
-    of_masks = _require_pictures(masks)
+    of_masks = _require_pictures(masks, (".npy",))
     found = {path.stem: path for path in of_masks}
     times = Counter(path.stem for path in of_masks)
     if twice := [path.name for path in of_masks if times[path.stem] > 1]:
@@ -231,8 +260,8 @@ def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96,
     return write_table(table, rows, ("path", "label", "region", "slide"))
 
 
-def _require_pictures(folder: Path) -> list[Path]:
-    if not folder.is_dir() or not (found := list_pictures(folder)):
+def _require_pictures(folder: Path, more: Sequence[str] = ()) -> list[Path]:
+    if not folder.is_dir() or not (found := list_pictures(folder, more)):
         raise ImageError(f"There are no pictures in {folder} (looked for in {describe_working_folder()}).")
     return found
 

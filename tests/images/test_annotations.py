@@ -93,6 +93,9 @@ def test_every_picture_needs_its_mask(tmp_path: Path):
     (tmp_path / "images" / "b.jpg").unlink()
     assert write_masks_table(tmp_path / "images", tmp_path / "masks", tmp_path / "t.csv") == 1
     assert (tmp_path / "t.csv").read_text() == "path,mask\nimages/a.jpg,masks/a.png\n"
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "images" / "b.jpg")
+    np.save(tmp_path / "masks" / "b.npy", np.zeros((4, 4), np.uint8))
+    assert write_masks_table(tmp_path / "images", tmp_path / "masks", tmp_path / "t.csv") == 2
     with pytest.raises(ImageError, match=r"no pictures in .*nowhere"):
         write_masks_table(tmp_path / "nowhere", tmp_path / "masks", tmp_path / "t.csv")
 

@@ -92,6 +92,24 @@ SYMMETRIES = {
 
 
 @pytest.mark.parametrize(("kinds", "shape", "expected", "count"), SYMMETRIES.values(), ids=SYMMETRIES)
+class Standardised(Places):
+    """Pixels that a user has normalised otherwise: from 0 to 3."""
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> torch.Tensor:
+        return super().part(index, tile, draw) * 3
+
+
+def test_only_colours_are_bounded():
+    source, whole = Standardised(4, 4), Tile.whole(4, 4)
+    mirrored = Augmented(source, ("flip",)).part(0, whole, 3)
+    assert torch.equal(mirrored.flatten().sort().values, source.part(0, whole).flatten().sort().values)
+    for kind in ("stain", "brightness", "contrast"):
+        with pytest.raises(
+            ImageError, match=rf"places has pixels up to 2\.8125, but {kind} changes those from -1 to 1"
+        ):
+            Augmented(source, ("flip", kind)).part(0, whole, 3)
+
+
 def test_every_symmetry_that_was_asked_for_is_made_and_no_other(kinds, shape, expected, count):
     assert poses(kinds, shape) == expected
     assert len(expected) == count

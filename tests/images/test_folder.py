@@ -112,6 +112,47 @@ def test_pictures_at_other_places_are_counted(folder: Path):
         assert len(folder_images(folder, (6, 8))) == 4
 
 
+def test_pictures_are_counted_by_whatever_ending_they_are_read(folder: Path, recwarn: pytest.WarningsRecorder):
+    for name in ("c.jpe", "d.JFIF"):
+        Image.new("RGB", (8, 6)).save(folder / "benign" / name, format="JPEG")
+    for name in ("stored", "stored.zarr"):  # a Zarr store is a folder of any name
+        (folder / "tumour" / name).mkdir()
+        (folder / "tumour" / name / ".zarray").write_text("{}")
+    images = folder_images(folder, (6, 8))
+    names = [Path(images.name(index)).name for index in range(len(images))]
+    assert names == ["a.png", "b.png", "c.jpe", "d.JFIF", "a.png", "stored", "stored.zarr", "c.png"]
+    assert not recwarn.list
+
+
+def test_files_of_one_slide_are_not_counted_as_several(folder: Path):
+    (folder / "tumour" / "slide1" / "c.dcm").write_bytes(b"one is enough")
+    assert len(folder_images(folder, (6, 8))) == 5
+    (folder / "tumour" / "slide1" / "d.dcm").write_bytes(b"its label")
+    with pytest.raises(ImageError, match=r"slide1 has slides of several files \(c\.dcm, d\.dcm\), .*table_images"):
+        folder_images(folder, (6, 8))
+    (folder / "benign" / "a.vms").write_text("the list of its pictures")
+    with pytest.raises(ImageError, match=r"benign has slides of several files \(a\.vms\)"):
+        folder_images(folder, (6, 8))
+
+
+def test_a_folder_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    read = Path.iterdir
+
+    def iterdir(path: Path):  # root may read everything
+        if path.name == "tumour":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(ImageError, match=r"tumour may not be read by this user"):
+        folder_images(folder, (6, 8))
+
+
+def test_class_names_are_texts(folder: Path):
+    with pytest.raises(ImageError, match=r"names=range\(0, 2\) must be the names of the classes"):
+        folder_images(folder, (6, 8), names=range(2))
+
+
 def test_shares_of_a_data_set_are_no_classes(tmp_path: Path):
     add(tmp_path, *(f"{share}/{name}/0.png" for share in ("train", "Val") for name in "ab"))
     with pytest.raises(ImageError, match=r"folders Val, train, .* inside: a, b\. .*held_out=folder_images") as found:

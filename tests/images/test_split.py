@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import ImageError
+from engines.images.augmented import Augmented
 from engines.images.dataset import Subset, SyntheticImages, split_by_slide, split_indices
 from engines.spatial.tiles import Tile
 
@@ -66,6 +67,14 @@ def test_parts_of_images_are_those_images():
         assert (judge.slide(index), judge.shape(index)) == (images.slide(number), (5, 6))
         assert (judge.part(index, whole) == images.part(number, whole)).all()
         assert (judge.mask(index, whole) == images.mask(number, whole)).all()
+
+
+def test_parts_of_images_are_split_and_named_as_they_are():
+    images = SyntheticImages(20, (5, 6), 2, seed=3)
+    images.names = ("ill", "well")
+    train, judge = Augmented(images.split(0.25, seed=4)[0]).split(0.5)
+    assert train.names == judge.names == ("ill", "well")
+    assert len(train) + len(judge) == len(split_by_slide(images, 0.25, seed=4)[0])
 
 
 def test_there_must_be_such_images():
