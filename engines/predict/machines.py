@@ -7,6 +7,7 @@ node's ranks are its devices, or processes that share its cores evenly.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engines.errors import PlanError
 from engines.formatting import describe_unknown
@@ -278,7 +279,8 @@ def resolve_machine(asked: Machine | str) -> Machine:
     """
     if isinstance(asked, Machine):
         return asked
-    if not isinstance(asked, str) or asked not in MACHINES:
-        text = describe_unknown(f"There is no machine {asked!r}", asked, MACHINES)
+    name: Any = asked
+    if not isinstance(name, str) or name not in MACHINES:
+        text = describe_unknown(f"There is no machine {name!r}", name, MACHINES)
         raise PlanError(f"{text} calibrate() measures this one.")
-    return MACHINES[asked]
+    return MACHINES[name]

@@ -51,8 +51,9 @@ class Asynchrony:
             _check_count("max_staleness", self.max_staleness, 0)
         if not isinstance(self.slow, Mapping):
             raise PlanError(f"slow={self.slow!r} must map replicas to seconds, such as {{0: 1.0}}.")
-        for replica, seconds in self.slow.items():
-            right = isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0
+        slow: Mapping[Any, Any] = self.slow
+        for replica, seconds in slow.items():
+            right = isinstance(seconds, Real) and math.isfinite(seconds) and float(seconds) >= 0
             if replica not in range(self.replicas) or not right:
                 raise PlanError(
                     f"slow={dict(self.slow)} must say how many seconds (0 or more) replicas 0 to {self.replicas - 1} "
