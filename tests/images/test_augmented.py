@@ -92,6 +92,11 @@ SYMMETRIES = {
 
 
 @pytest.mark.parametrize(("kinds", "shape", "expected", "count"), SYMMETRIES.values(), ids=SYMMETRIES)
+def test_every_symmetry_that_was_asked_for_is_made_and_no_other(kinds, shape, expected, count):
+    assert poses(kinds, shape) == expected
+    assert len(expected) == count
+
+
 class Standardised(Places):
     """Pixels that a user has normalised otherwise: from 0 to 3."""
 
@@ -108,11 +113,6 @@ def test_only_colours_are_bounded():
             ImageError, match=rf"places has pixels up to 2\.8125, but {kind} changes those from -1 to 1"
         ):
             Augmented(source, ("flip", kind)).part(0, whole, 3)
-
-
-def test_every_symmetry_that_was_asked_for_is_made_and_no_other(kinds, shape, expected, count):
-    assert poses(kinds, shape) == expected
-    assert len(expected) == count
 
 
 def test_every_crop_is_made():
