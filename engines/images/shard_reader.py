@@ -274,15 +274,15 @@ class ShardReader:
             )
         if piece.name == "labels":
             return self._convert_labels(index, images.mask(index, tile, piece.draw), tile.shape)
-        pixels, spec = torch.as_tensor(images.part(index, tile, piece.draw)), self.specs["images"]
-        wanted = spec.shape[1]
+        pixels = torch.as_tensor(images.part(index, tile, piece.draw))
+        wanted = self.specs["images"].shape[1]
         if pixels.dim() == 3 and len(pixels) != wanted:  # one channel would be copied into each without an error
             raise ImageError(
                 f"{images.name(index)} has {len(pixels)} channels, but the training was made for {wanted}: its images "
                 f"must have {wanted}, or the model and image_shape {len(pixels)}."
             )
         self._check_shape(index, pixels, (wanted, *tile.shape))
-        return cast_numbers("images", pixels, spec)
+        return self._cast(index, "images", pixels)
 
     def _convert_labels(self, index: int, labels: Any, shape: tuple[int, ...]) -> Tensor:
         """Return labels in the type of their input; those without a class become the label that the loss ignores.
@@ -293,7 +293,7 @@ class ShardReader:
         labels, spec, name = torch.as_tensor(labels), self.specs["labels"], self.images.name(index)
         self._check_shape(index, labels, shape)
         if labels.is_floating_point() or labels.is_complex():
-            return cast_numbers("labels", labels, spec)  # amounts, and no class numbers
+            return self._cast(index, "labels", labels)  # amounts, and no class numbers
         labels = labels.long()  # before -100 is compared with: in uint8, that would be 156
         without = labels == IGNORED
         if self.ignored is None and without.any():
@@ -306,13 +306,13 @@ class ShardReader:
                 f"{name} has the label {int(wrong.max())}, but its data set has {classes} classes, 0 to {classes - 1}. "
                 "Change the label, or the data set's number of classes; if it is an amount, give it as a float."
             )
-        found = cast_numbers("labels", labels, spec)
-        if (lost := labels[found.long() != labels]).numel():
-            raise ImageError(
-                f"{name} has the label {int(lost.max())}, which the labels of the training, {spec.dtype}, cannot hold. "
-                "Make the Training with labels=EXAMPLE, a tensor like the labels of a batch, of int64."
-            )
-        return found
+        return self._cast(index, "labels", labels)
+
+    def _cast(self, index: int, name: str, numbers: Tensor) -> Tensor:
+        try:
+            return cast_numbers(name, numbers, self.specs[name])
+        except ImageError as error:
+            raise ImageError(f"{self.images.name(index)}: {error}") from None
 
     def _check_shape(self, index: int, found: Tensor, wanted: tuple[int, ...]) -> None:
         if tuple(found.shape) != wanted:  # of a whole image in place of a tile, the corner would be trained on

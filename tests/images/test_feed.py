@@ -442,7 +442,7 @@ def test_a_class_that_the_type_of_the_labels_cannot_hold_is_refused():
     images, specs = Numbered(301), {"images": TensorSpec((1, 3, *SIZE), "float32"), "labels": TensorSpec((1,), "uint8")}
     reader = ShardReader(lambda inputs: {0: inputs}, images, specs)
     (_, wanted) = reader.make_read_requests([(300, 0)])
-    with pytest.raises(ImageError, match=r"folder/300.png has the label 300, which .*uint8, cannot hold"):
+    with pytest.raises(ImageError, match=r"folder/300.png: labels have the number 300 .* fit into uint8"):
         reader.fetch(wanted)
 
 
