@@ -78,7 +78,9 @@ def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledIm
         raise PlanError("--augment crop takes parts of images larger than --image-size: only --app medical has them.")
     images = make(chosen, options.parse_image_size(chosen.image_size), images_per_step)
     # The classes of a mask are two: a model of more would be scored by the mean over classes that no image has.
-    if images.classes > chosen.num_classes or (chosen.mask_threshold and images.classes != chosen.num_classes):
+    if images.classes > chosen.num_classes or (
+        chosen.mask_threshold is not None and images.classes != chosen.num_classes
+    ):
         raise PlanError(
             f"The images have {images.classes} classes, but --num-classes is {chosen.num_classes}. "
             f"Use --num-classes {images.classes}."

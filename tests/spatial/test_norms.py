@@ -221,6 +221,17 @@ class ViewedStatistics(nn.Module):
         return F.batch_norm(x, self.mean.view(-1), self.variance.view(-1), training=True)
 
 
+class UnregisteredStatistics(nn.Module):
+    """The statistics are plain attributes, which a trace takes for constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.variance = torch.zeros(4).double(), torch.ones(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=True)
+
+
 class OfWeights(nn.Module):
     """Normalises a parameter, of which no rank has a part."""
 
@@ -236,4 +247,6 @@ def test_norms_of_weights_and_by_statistics_that_nobody_keeps():
     check(PassingStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)
     with pytest.raises(TraceError, match="updates running statistics that are no buffers of the model"):
         check(ViewedStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2))
+    with pytest.raises(TraceError, match="updates running statistics that are no buffers of the model"):
+        check(UnregisteredStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2))
     check(with_whole_weights(OfWeights()), whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)

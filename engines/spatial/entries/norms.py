@@ -118,12 +118,12 @@ _OWN_MEMORY |= {f"aten.{name}.default" for name in ("zeros_like", "ones_like", "
 def _add_statistics(b: Builder, node: Node, entry: RunningStatistics) -> None:
     """Have the update set running statistics, unless forward has made them for this node alone and forgets them."""
     names = {entry.mean_buffer, entry.variance_buffer}
-    if names <= b.graph.buffers.keys():
+    if names <= b.graph.buffers.keys() - b.graph.constants.keys():
         b.statistics.append(entry)
         return
     readers = {other.name for other in b.graph.nodes if not names.isdisjoint(other.reads)}
-    makers = {other.operator for other in b.graph.nodes if other.name in names - b.graph.buffers.keys()}
-    if readers != {node.name} or not makers <= _OWN_MEMORY or names & b.graph.buffers.keys():
+    makers = {other.name: other.operator for other in b.graph.nodes if other.name in names}
+    if readers != {node.name} or makers.keys() != names or not _OWN_MEMORY.issuperset(makers.values()):
         raise make_unsupported_error(node, "updates running statistics that are no buffers of the model")
 
 
