@@ -66,6 +66,13 @@ def test_a_plan_of_a_million_ranks_is_refused_in_few_words():
     assert len(str(told.value)) < 250
 
 
+def test_a_step_whose_images_fit_no_memory_is_refused_before_they_are_listed(tmp_path):
+    line = "train --model torch.nn:Conv2d --model-args [3,4,3] --image-size 16 --split-size 1 --spatial-size 0"
+    more = "--app synthetic --held-out 0.5 --max-steps 1 --num-classes 4 --batch-size 1000000000000"
+    with pytest.raises(PlanError, match=r"images of one step take 2794.0 TB, but a machine"):
+        run(tmp_path, 1, f"{line} {more}".split())
+
+
 def test_of_an_argument_that_is_two_dashes_that_is_told():
     with pytest.raises(PlanError, match="Argument --model: expected one argument"):
         options.make_parser("Test.").parse_args(["--model=--"])

@@ -13,8 +13,10 @@ from torch import nn
 
 from engines.cli import options
 from engines.cli.train_images import CROP, check_image_flags, make_datasets
+from engines.comm.device import get_memory_bytes
 from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import ImageError, PlanError, TraceError
+from engines.formatting import format_bytes
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS
 from engines.images.dataset import LabelledImages, check_classes
@@ -171,7 +173,17 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
 
 
 def _make_fitting_datasets(chosen: argparse.Namespace, recipe: Recipe) -> tuple[LabelledImages, LabelledImages | None]:
-    """Make the training and the held-out images. Raises ImageError if their classes are not those of the loss."""
+    """Make the training and the held-out images.
+
+    Raises ImageError if their classes are not those of the loss, and PlanError if a step's images fit no memory.
+    """
+    step_bytes, memory_bytes = recipe.step_specs["images"].bytes, get_memory_bytes()
+    if step_bytes > recipe.plan.ranks * memory_bytes:
+        raise PlanError(
+            f"The images of one step take {format_bytes(step_bytes)}, but a machine like this one has "
+            f"{format_bytes(memory_bytes)}, and there are at most {recipe.plan.ranks}. Lower --batch-size or "
+            "--image-size."
+        )
     images, others = make_datasets(chosen, count_step_images(recipe))
     for each in (images, others or images):
         check_classes(each, recipe.graph)

@@ -252,7 +252,8 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
         mine, its = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())  # else its outputs have
         if mine[1:] != its[1:]:
             raise make_shared_images_error(node, f"lays images out along other axes than the first ({its})")
-        own, images = (graph.specs["images"].shape[0] for graph in (share, whole))
+        # Every input has an entry for each image: the images, or the labels alone in a graph that counts labels.
+        own, images = (next(iter(graph.inputs.values())).shape[0] for graph in (share, whole))
         if mine and mine[0] * images != its[0] * own:
             raise make_shared_images_error(node, f"makes {its[0]} entries of {images} images, but {mine[0]} of {own}")
         _check_image_axis(node, whole, parted)
