@@ -112,6 +112,17 @@ def test_a_constant_that_the_notebook_has_set_is_the_ranks(cluster, folder):
     assert cluster.call(mine.rate) == [(2.0, ["a", "b"])] * N
 
 
+@pytest.mark.parametrize("name", ["H", "W", "HALF", "PAIR", "LAST"])
+def test_a_constant_of_any_assignment_that_the_notebook_has_set_is_the_ranks(cluster, folder, name):
+    names = "H, W, HALF, PAIR, LAST"
+    text = f"H, (W, _) = 64, (32, 0)\nHALF = PAIR = H // 2\nLAST: int = -W\ndef sides(host): return {names}"
+    mine = loaded(folder, f"sides_{name}", text)
+    before = (64, 32, 32, 32, -32)
+    assert cluster.call(mine.sides) == [before] * N
+    setattr(mine, name, 1000)
+    assert cluster.call(mine.sides) == [tuple(vars(mine)[each] for each in ("H", "W", "HALF", "PAIR", "LAST"))] * N
+
+
 def test_a_module_that_uses_one_that_was_loaded_again_follows(cluster, folder):
     inner = loaded(folder, "inner_d", "def rate(): return 0.1")
     outer = loaded(folder, "outer_d", "import inner_d\ndef rate(host): return inner_d.rate()")
