@@ -56,6 +56,17 @@ def calibrate_cluster(
     return machine
 
 
+def warn_of_gpus(call: CallRanks, device: str) -> None:
+    """Warn if the ranks of a training with this `device` compute on GPUs, which a calibration does not measure."""
+    if gpus := sorted(set(call(rank_functions.find_gpu, device)) - {""}):
+        warnings.warn(
+            f"The ranks compute on {', '.join(gpus)}, but calibrate() measures their CPUs: predicted times, memory "
+            "limits and the order of plans are those of device='cpu'. Measure plans on the ranks before you choose "
+            "one, or name a machine with such GPUs: mpi4dl_nb.forecast(model, plan, image_shape, 'Summit').",
+            stacklevel=3,
+        )
+
+
 def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
     call(rank_functions.start_calibration, recipes, quick)

@@ -19,6 +19,7 @@ from engines.predict.search import search
 from engines.train.optimiser_trial import count_optimiser_states
 from engines.train.optimisers import Optimiser
 from engines.train.recipe import Recipe, prepare, sgd
+from mpi4dl_nb.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import format_table_html
 from mpi4dl_nb.plan_benchmark import (
@@ -109,6 +110,7 @@ class PlanTuner:
         n, batch = self.cluster.n, self.traces.image_shape[0]
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
         machine = self.cluster.calibrate(progress=progress)
+        warn_of_gpus(self.cluster.call, self.device)
         if rank_bytes is None:
             rank_bytes = machine.get_rank_bytes(n)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engines.comm.device import choose_device, has_own_memory
 from engines.comm.rank_server import RankServer, allow_during_step
 from engines.comm.streams import wait_for_device
 from engines.errors import PlanError
@@ -241,6 +242,13 @@ def run_calibration_part(host: RankServer) -> Machine | None:
 
 def discard_calibration(host: RankServer) -> None:
     host.calibration = None
+
+
+@allow_during_step
+def find_gpu(host: RankServer, device: str) -> str:
+    """Return the GPU that a training with this `device` takes on this rank; empty if it takes the CPU."""
+    chosen = choose_device(device, host.world.rank)
+    return str(chosen) if has_own_memory(chosen) else ""
 
 
 # ---- measurements of a plan

@@ -16,6 +16,7 @@ from engines.predict.search import generate_plans, search
 from engines.train.optimiser_trial import count_states
 from engines.train.train_loop import compute_smallest_step
 from engines.train.training_events import Recovered, StepResult
+from mpi4dl_nb.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster import HELP
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.training_handle import TrainingHandle
@@ -148,6 +149,7 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
         )
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
     machine = training.cluster.calibrate(accept_noise=True)
+    warn_of_gpus(training.cluster.call, training.recipe.device)
     found = search(ranks, batch, training.traces.get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked)
     return found.fitting[0].plan
 

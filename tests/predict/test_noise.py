@@ -9,11 +9,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
+from engines.models import resnet20_v1
 from engines.predict import calibrate as calibrating
 from engines.predict.calibration_runs import CalibrationTimes
 from engines.predict.machine import Machine
@@ -25,10 +27,13 @@ from engines.predict.machine_checks import (
     compute_foreign_share,
     compute_spread,
 )
+from engines.predict.machines import MACHINES
 from engines.train import rank_functions
-from mpi4dl_nb import Cluster
+from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb import calibrate_cluster as from_notebook
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.training.recovery import choose_plan
 from tests.predict.test_simulate import FLAT
 
 QUIET, BUSY, HOPELESS = Noise(0.02, 0.05), Noise(0.35, 0.3), Noise(0.8, 1.5)
@@ -235,6 +240,26 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
         assert cluster.calibrate() == remembered()
     assert calls == [(1, 3), (2, 3), (1, 3), (2, 3), (3, 3)]
     assert ThreeParts.begun == 4  # on two ranks, twice
+
+
+def test_where_ranks_compute_on_gpus_predictions_say_that_they_are_of_cpus(monkeypatch):
+    machine, shape = replace(MACHINES["Summit"], ranks=2), (2, 3, 32, 32)
+    with Cluster(2, backend="loopback") as cluster:
+        monkeypatch.setattr(cluster, "calibrate", lambda **_: machine)
+        training = Training(resnet20_v1(), Plan(split_size=1, spatial_size=0, data_parallel=2), cluster, shape)
+        predictions = (
+            training.forecast,
+            lambda: choose_plan(training, 2),
+            lambda: PlanTuner(resnet20_v1(), shape, cluster).find(progress=False),
+        )
+        for predict in predictions:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                predict()
+        monkeypatch.setattr(rank_functions, "choose_device", lambda device, rank: torch.device("cuda", rank))
+        for predict in predictions:
+            with pytest.warns(UserWarning, match=r"compute on cuda:0, cuda:1, but calibrate\(\) measures their CPUs"):
+                predict()
 
 
 @pytest.mark.sampled(1)
