@@ -43,6 +43,7 @@ from engines.train.verify import (
     make_batches,
     with_small_loss_scale,
 )
+from mpi4dl_nb.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
@@ -163,9 +164,10 @@ class Training(TrainingHandle):
         If bad images were left out, as many of the remaining images are trained as the plan can divide. A smaller batch
         before any full one is an error.
 
-        After an interruption, `fit` resumes where it stopped, also in the middle of an epoch, unless `go_on=False`.
-        `epochs` counts the epochs still to come, including the rest of a started one: if 2 of 60 are done and the third
-        has started, 58 are left. A checkpoint of an epoch's last step resumes with the next epoch.
+        After an interruption, `fit` on images that ranks read resumes where it stopped, also in the middle of an epoch,
+        unless `go_on=False`; batches are drawn from the first one again. `epochs` counts the epochs still to come,
+        including the rest of a started one: if 2 of 60 are done and the third has started, 58 are left. A checkpoint of
+        an epoch's last step resumes with the next epoch.
 
         An interrupt (SIGINT) stops the training after the current step, or abandons that step if it takes long;
         completed steps are kept. A second interrupt abandons the step at once.
@@ -314,10 +316,13 @@ class Training(TrainingHandle):
     def forecast(self) -> Forecast:
         """Predict the cost of a step on this cluster from the compiled programs. Calibrates the cluster first, once.
 
+        Warns if the ranks compute on GPUs: a calibration measures CPUs.
+
         Its `timeline` can be drawn next to that of a step: `show_timeline(measured, plan, forecast.timeline)`.
         """
         states = count_states(self.recipe.optimiser, self.recipe.parameters)
         machine = self.cluster.calibrate()
+        warn_of_gpus(self.cluster.call, self.recipe.device)
         with show_status(f"Compiling and simulating {self.plan.summary} ...", LATER_S):
             return forecast(self.recipe.graph, self.plan, machine, states)
 
