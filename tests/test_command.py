@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
@@ -25,6 +27,16 @@ from engines.plan import Plan
 
 def chosen(*flags: str):
     return options.make_parser("Test.").parse_args(flags)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_is_alone_leaves_no_shared_memory(tmp_path):
+    words = [sys.executable, "-m", "engines", "bench", "overhead", "--iterations", "1"]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
+    more = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    done = subprocess.run(words, env=alone | more, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_flags_the_plan_is_the_plans_own_default():
@@ -305,6 +317,8 @@ Shell = Callable[..., CompletedProcess[str]]
 
 MODELS = """
 import os
+import subprocess
+import sys
 import torch
 from torch import nn
 

@@ -57,6 +57,8 @@ _WITHOUT_RANKS = {
 """MODULE:FUNCTION of the flags, which returns the exit code."""
 
 # PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
+# How the variables begin that mpiexec or a batch system gives to the processes that it starts.
+_LAUNCHED = ("OMPI_COMM_", "PMIX_", "PMI_", "SLURM_PROCID")
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
 
 
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
         except Mpi4dlError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
+    if not any(name.startswith(_LAUNCHED) for name in os.environ):
+        # For a rank that is alone Open MPI makes shared memory all the same, 16 MB, and leaves it when the rank ends.
+        os.environ.setdefault("OMPI_MCA_btl", "self")
     from engines.comm.mpi import MpiWorld
 
     world = MpiWorld()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,13 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     model = run_on_all(world, lambda: options.build_model(chosen), PlanError)
     if chosen.weights is not None:
         run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
+    elif not world.rank:
+        print(
+            f"Without --weights, the model keeps the weights that it was made with: random ones, of --seed "
+            f"{chosen.seed}, if it does not load its own.",
+            file=sys.stderr,
+            flush=True,
+        )
     box = None
     if chosen.region is not None:
         parts = chosen.region.split(",")

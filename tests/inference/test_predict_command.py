@@ -79,11 +79,12 @@ def test_a_region_with_given_weights(files: Path):
 
 
 @pytest.mark.nightly
-def test_the_class_of_an_image(files: Path):
+def test_the_class_of_an_image(files: Path, capsys: pytest.CaptureFixture[str]):
     asked = {"model": "engines.models:resnet20_v1", "model-args": None, "weights": None, "to": None}
     line = run_ranks(2, lambda world: predict(world, flags(files, kind="probabilities", **asked)))[1]
     assert sum(line["answer"]) == pytest.approx(1)
     assert (line["per_pixel"], line["walks"]) == (False, 2)
+    assert capsys.readouterr().err.count("Without --weights, the model keeps the weights that it was made with") == 1
 
 
 @pytest.mark.sampled(3)
