@@ -23,7 +23,7 @@ from tests.browser.pages import FLAGS
 from tests.page.harness import PageHarness
 
 FIGURES = Path(__file__).parents[1] / "figures"
-FRAMES, FRAME_MS = 4, 200
+FRAMES_MS = (20, 800, 500, 1500)  # the time before each: strips lie still, are on their way, land, have landed
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1))
 
 
@@ -53,17 +53,20 @@ def film_exchange(browser: Any, folder: Path) -> None:
         training = Training(model, PLAN, cluster, tuple(images.shape))
         stepper = Stepper(training, images, torch.randint(2, (1, *tissue.shape[:2])))
         harness = PageHarness(browser, stepper.view, (1280, 900))
+        page = harness.page
+        page.clock.install()
         for phase, name in (("forward", "exchange_forward"), ("backward", "exchange_backward")):
             for _ in range(2 if phase == "forward" else 1):  # the second layer's halos are wide
                 stepper.stepping.until(kind="halo", phase=phase)
+            page.clock.pause_at(page.evaluate("Date.now()") / 1000 + 1)  # frames at the same moments on any machine
             stepper.refresh()
-            harness.settle()
             frames = []
-            for _ in range(FRAMES):
-                box = harness.page.locator(".mpi4dl-stage").bounding_box()  # the left half is the stage in tiles
-                half = {"x": box["x"], "y": box["y"], "width": box["width"] / 2 - 8, "height": box["height"]}
-                frames.append(harness.page.screenshot(clip=half))
-                harness.page.wait_for_timeout(FRAME_MS)
+            for wait_ms in FRAMES_MS:
+                page.clock.run_for(wait_ms)
+                box = page.locator(".mpi4dl-stage > canvas").bounding_box()  # the left half is the stage in tiles
+                half = {"x": box["x"], "y": box["y"], "width": box["width"] / 2, "height": box["height"]}
+                frames.append(page.screenshot(clip=half))
+            page.clock.resume()
             join_frames(frames).save(folder / f"{name}.png")
         stepper.close()
         harness.close()

@@ -35,6 +35,7 @@ export class ExchangePainter extends RankPainter {
     for (const index of others) if (index !== focus) this.paintWay(messages[index], flights[index], false);
     if (messages[focus]) this.paintWay(messages[focus], flights[focus], true);
     messages.forEach((message, index) => this.paintStrip(message, this.strips[index], flights[index], index === focus));
+    this.paintHeads();
     sums.forEach((sum, index) => this.paintSum(sum, index, sums.length, progress));
     if (cursor) this.paintCursor(cursor);
   }
@@ -64,7 +65,7 @@ export class ExchangePainter extends RankPainter {
 
   paintWay(message, flight, focused) {
     const { context, look } = this, [from, to] = this.locateEnds(message);
-    context.globalAlpha = focused ? 1 : 0.55;
+    context.globalAlpha = focused ? 1 : 0.35;
     context.strokeStyle = focused ? FOCUS : look.ink;
     context.lineWidth = focused ? 2 : 1;
     context.setLineDash([3, 3]);
@@ -94,7 +95,7 @@ export class ExchangePainter extends RankPainter {
     if (flight.landed) {
       if (flight.glow) {
         context.globalAlpha = 0.8 * flight.glow;
-        context.strokeStyle = FOCUS;
+        context.strokeStyle = focused ? FOCUS : look.brand;
         context.lineWidth = 4;
         context.strokeRect(...growRectangle(to, 1 + 5 * flight.glow));
         if (strip.before) writeCased(context, "+", findCentre(to), `700 16px ${FONT}`);

@@ -64,7 +64,6 @@ export class RankPainter {
   paintCell(cell, rank, progress) {
     const { context, look } = this, [left, top, width, height] = cell, state = this.frame.meta.ranks[rank];
     const place = this.placed[rank];
-    if (getCellHead(cell)) this.paintHead(cell, rank, state);
     if (!place) {
       context.strokeStyle = look.faint;
       context.lineWidth = 1;
@@ -114,20 +113,32 @@ export class RankPainter {
     }
   }
 
+  /** Name each rank and what it did, on a plain ground: whatever is painted before lies below. */
+  paintHeads() {
+    this.layout.cells.forEach((cell, rank) => {
+      if (getCellHead(cell)) this.paintHead(cell, rank, this.frame.meta.ranks[rank]);
+    });
+  }
+
   paintHead([left, top, width], rank, state) {
     const { context, look } = this;
     context.textBaseline = "middle";
     context.textAlign = "left";
     context.font = `${state.moved ? 700 : 400} 12px ${FONT}`;
-    context.fillStyle = look.ink;
     const name = `${state.moved ? "▶ " : ""}${width > 90 ? "rank " : ""}${rank}`;
-    context.fillText(name, left + 4, top + 10);
-    const start = left + 10 + context.measureText(name).width;
+    const font = context.font, start = left + 10 + context.measureText(name).width;
     context.font = `12px ${FONT}`;
-    context.fillStyle = look.faint;
-    const words = [`${state.work} ${state.kind}`.trim(), state.work].find(
+    const words = [`${state.work} ${state.kind}`.trim(), state.work, ""].find(
       (each) => context.measureText(each).width < left + width - start - 2);
-    if (words) context.fillText(words, start, top + 10);
+    context.globalAlpha = 0.85;
+    context.fillStyle = look.panel;
+    context.fillRect(left + 1, top + 2, start + context.measureText(words).width + 3 - left, 15);
+    context.globalAlpha = 1;
+    context.fillStyle = look.faint;
+    context.fillText(words, start, top + 10);
+    context.font = font;
+    context.fillStyle = look.ink;
+    context.fillText(name, left + 4, top + 10);
   }
 
   writeInside(text, [left, top, width, height]) {
