@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     changed = list(find_changes(studies, before, found)) if before else None
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+    found.save(folder / DATA)  # at once: it has taken a quarter of an hour
     pictures = {}
     for study in studies:
         if study.grows and found.rows[study.title]:
@@ -51,7 +52,6 @@ def main(arguments: Sequence[str]) -> int:
             path = f"{PICTURES}/{study.title.lower().replace(' ', '_')}.png"
             (folder / path).write_bytes(figure.to_png())
             pictures[study.title] = path, figure.alt
-    found.save(folder / DATA)
     (folder / PAGE).write_text(build_page(studies, found, pictures, changed))
     print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
     for text in (*found.failures, *(changed or ())):

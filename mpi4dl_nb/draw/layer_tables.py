@@ -78,7 +78,7 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
         why = explain_no_reach(layers, point) if of_model else ""
         facts[-1]["words"] = []
         for rank in point.ranks.ranks:
-            lines = describe_tile(point, rank)
+            lines = describe_tile(point, rank, picture)
             lines += describe_reach(reach, rank, picture.microns_per_px) if reach else filter(None, [why])
             facts[-1]["words"].append([f"{line}." for line in lines])
         parts.extend(tables)

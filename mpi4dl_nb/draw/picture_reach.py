@@ -89,9 +89,9 @@ def describe_reach(reach: PictureReach, rank: int, microns_per_px: float | None)
     sides = reach.compute_widths(rank)
     far = max(sides.values())
     if not far:
-        yield "Through all windows up to here it reads its own pixels of the picture only"
+        yield "Through all layers up to here it reads its own pixels of the picture only"
         return
     microns = f" (up to {far * microns_per_px:.3g} µm)" if microns_per_px else ""
     parts = ", ".join(f"{px} {side}" for side, px in sides.items())
-    yield f"Through all windows up to here it reads its neighbours' pixels of the picture, too: {parts}{microns}"
-    yield "Sums over the whole picture, as in norms, are no windows and do not count"
+    yield f"Through all layers up to here it reads its neighbours' pixels of the picture, too: {parts}{microns}"
+    yield "Sums over the whole picture, as in norms, are not counted"

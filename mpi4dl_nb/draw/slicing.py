@@ -77,17 +77,20 @@ def format_title(picture: Picture, point: HaloPoint) -> str:
     layer, channels = f"layer {point.name} ({point.operator})", point.spec.shape[1]
     size = format_size(point.size_px)
     if isinstance(point, PictureReach):
-        return f"{describe_tiling(picture, point.ranks)}\nall windows from {layer} back to the picture"
+        return f"{describe_tiling(picture, point.ranks)}\ncumulative halo of {layer}, in the picture"
     return f"{describe_tiling(picture, point.ranks)}\n{layer} reads {channels} channels of {size} px"
 
 
-def describe_tile(point: HaloPoint, rank: int, microns_per_px: float | None = None) -> list[str]:
-    """Describe the pixels that a tile owns, and those that it borrows or computes redundantly, and its halo widths."""
+def describe_tile(point: HaloPoint, rank: int, picture: Picture) -> list[str]:
+    """Describe the pixels that a tile owns, and those that it borrows or computes redundantly, and its halo widths.
+
+    Where the picture knows its scale, widths are also given in micrometres of the picture.
+    """
     own = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
     if not point.readers:
         return [own]
     if isinstance(point, PictureReach):
-        return [f"{own} of the picture", *describe_reach(point, rank, microns_per_px)]
+        return [f"{own} of the picture", *describe_reach(point, rank, picture.microns_per_px)]
     pieces = point.find_redundant_moves(rank) if point.computed else point.get_receives(rank)
     count, owners = sum(move.tile.pixels for move in pieces), format_count(len(pieces), "rank")
     if point.computed:
@@ -97,7 +100,11 @@ def describe_tile(point: HaloPoint, rank: int, microns_per_px: float | None = No
         images, channels = point.spec.shape[:2]
         batch = f"{channels} channels" if images == 1 else f"{channels} channels of {images} images"
         more = f"It borrows {count} px more from {owners}: {format_bytes(point.count_bytes(pieces))} in {batch}"
-    halo = ", ".join(f"{width} {side}" for side, width in point.compute_widths(rank).items())
+    widths = point.compute_widths(rank)
+    halo = ", ".join(f"{width} {side}" for side, width in widths.items())
+    if picture.microns_per_px and any(widths.values()):
+        microns = max(widths.values()) * picture.microns_per_px * picture.shape()[0] / point.size_px[0]
+        halo += f" (up to {microns:.3g} µm of the picture)"
     lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
     fill = point.get_fill(rank)
     return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which is padding"]
@@ -333,7 +340,7 @@ def draw_slicing(
     lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
     descriptions = [
-        *describe_tile(point, rank, rasters.picture.microns_per_px),
+        *describe_tile(point, rank, rasters.picture),
         *([] if whole else describe_region(point, rank, place)),
     ]
     descriptions += [describe_field(point, view.field, rasters.picture.shape())] if view.field else []

@@ -14,7 +14,7 @@ import {
 } from "./slicing_paint.js";
 
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
-const READINGS = { layer: "this layer's halo", picture: "all windows back to the picture" };
+const READINGS = { layer: "this layer's halo", picture: "cumulative halo" };
 
 /** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
 class SlicerView {

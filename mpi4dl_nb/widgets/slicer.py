@@ -38,7 +38,7 @@ TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
     "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
     "Keys on the picture: + - 0 zoom, arrows move from pixel to pixel, t and T choose a tile, [ and ] a layer, "
-    "h the halo from close by, c all windows back to the picture, f receptive fields."
+    "h the halo from close by, c the cumulative halo, f receptive fields."
 )
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 SEEN = ["place", "picked", "layer", "tile", "reading", "fields", "facts"]
@@ -51,8 +51,8 @@ class SlicerView(anywidget.AnyWidget):
 
     `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
     its outputs read of the picture, through the windows of all layers). `place` is the view: row, column and side in
-    pixels of the picture, or nothing for the whole. `picked` is the last clicked pixel: its row and column in what the
-    layer reads, and those in the layer's output.
+    pixels of the picture, or nothing for the whole. `picked` is the last clicked pixel of this layer: its row and
+    column in what the layer reads, and those in the layer's output.
     """
 
     _esm = join_modules("slicer.js")
@@ -214,8 +214,8 @@ class Slicer(PageWidget):
             self.view.facts, self.view.numbers = facts, tables.numbers.tobytes()
 
     def _handle_layer(self, _change: Any = None) -> None:
-        """Limit the tile to those of the layer's stage."""
-        self.tile.max = _get_last(self.point.ranks.ranks)
+        """Limit the tile to those of the layer's stage. The pixel that was picked is one of another layer."""
+        self.tile.max, self.view.picked = _get_last(self.point.ranks.ranks), []
 
 
 def _get_last(items: Sequence[Any]) -> int:

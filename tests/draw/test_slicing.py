@@ -192,7 +192,7 @@ def test_a_mirrored_copy_of_the_model_changes_no_halo(split):
 def test_all_windows_back_to_the_picture_are_a_figure_too():
     """The last output row of the tile, 23, reads rows up to 25 of the pool, 51 of the stem and 52 of the picture."""
     figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep", 0, reading="picture")
-    assert "all windows from layer deep.0 (conv2d) back to the picture" in read(figure)
+    assert "cumulative halo of layer deep.0 (conv2d), in the picture" in read(figure)
     assert "0 above, 5 below, 0 left, 5 right" in figure.alt
     assert "of rank 3: 5 × 5 px" in figure.alt
     assert figure.axes[0].get_xlabel() == "column, px of the picture"

@@ -134,6 +134,10 @@ def test_the_receptive_field_of_a_pixel_is_told(slicer):
     )
     inside = {tile: ((48 - 41) if tile < 2 else 5) * ((60 - 53) if tile % 2 == 0 else 5) / 144 for tile in range(4)}
     assert ", ".join(f"tile {tile} {share:.0%}" for tile, share in inside.items()) in slicer.figure.alt
+    slicer.layer.value = 1
+    assert "Output pixel" not in slicer.figure.alt  # a pixel of another layer's output is none of this one's
+    slicer.layer.value = 2
+    slicer.pick(23, 29)
     slicer.view.fields = False
     assert "Output pixel" not in slicer.figure.alt
 
@@ -267,6 +271,8 @@ def test_a_real_slide_is_sliced():
     assert f"CMU-1-Small-Region.svs, {rows} × {cols} px (rows × columns), in 2x2 tiles" in slicer.figure.alt
     assert slicer.view.facts["picture"]["microns"] == pytest.approx(0.499)
     assert "µm)" in slicer.view.facts["layers"][0]["words"][0][-2]
+    microns = slicer.rasters.picture.microns_per_px
+    assert f"1 right (up to {microns:.3g} µm of the picture)" in slicer.figure.alt
     (tile,) = ask(slicer, (0, 5, 4))
     assert np.array_equal(tile, open_image(path).read(5 * 256, 4 * 256, 256, 256))
 
