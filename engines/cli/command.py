@@ -59,6 +59,7 @@ _WITHOUT_RANKS = {
 # PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 # How the variables begin that mpiexec or a batch system gives to the processes that it starts.
 _LAUNCHED = ("OMPI_COMM_", "PMIX_", "PMI_", "SLURM_PROCID")
+_TRANSPORTS = "OMPI_MCA_btl"
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
 
 
@@ -74,12 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         except Mpi4dlError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
-    if not any(name.startswith(_LAUNCHED) for name in os.environ):
-        # For a rank that is alone Open MPI makes shared memory all the same, 16 MB, and leaves it when the rank ends.
-        os.environ.setdefault("OMPI_MCA_btl", "self")
-    from engines.comm.mpi import MpiWorld
-
-    world = MpiWorld()
+    world = _join_world()
     if world.rank:
         # Every rank runs the same command, and would print the same lines.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
@@ -97,6 +93,19 @@ def main(arguments: Sequence[str]) -> int:
     except Mpi4dlError as error:  # raised on every rank alike
         _print_error(world, f"{type(error).__name__}: {error}")
         world.exit_process(2)
+
+
+def _join_world() -> World:
+    # For a rank that is alone Open MPI makes shared memory all the same, 16 MB, and leaves it when the rank ends.
+    is_alone = _TRANSPORTS not in os.environ and not any(name.startswith(_LAUNCHED) for name in os.environ)
+    if is_alone:
+        os.environ[_TRANSPORTS] = "self"
+    from engines.comm.mpi import MpiWorld
+
+    world = MpiWorld()
+    if is_alone:
+        del os.environ[_TRANSPORTS]  # what this process starts may be ranks that are not alone
+    return world
 
 
 def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:

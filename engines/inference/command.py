@@ -93,13 +93,6 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     model = run_on_all(world, lambda: options.build_model(chosen), PlanError)
     if chosen.weights is not None:
         run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
-    elif not world.rank:
-        print(
-            f"Without --weights, the model keeps the weights that it was made with: random ones, of --seed "
-            f"{chosen.seed}, if it does not load its own.",
-            file=sys.stderr,
-            flush=True,
-        )
     box = None
     if chosen.region is not None:
         parts = chosen.region.split(",")
@@ -124,6 +117,13 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
         return make_pyramid(Path(chosen.to), region, chosen.kind, output_px, shape, dtype)
 
     sweep = TiledPredictor(world, recipe, ask, make_sink)
+    if chosen.weights is None and not world.rank:
+        print(
+            f"Without --weights, the model keeps the weights that it was made with: random ones, of --seed "
+            f"{chosen.seed}, if it does not load its own.",
+            file=sys.stderr,
+            flush=True,
+        )
     with tqdm(total=sweep.rounds, unit="round", disable=world.rank > 0 or not os.isatty(2)) as bar:
         return make_line(sweep.run(bar.update), ask)
 
