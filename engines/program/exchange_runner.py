@@ -130,6 +130,7 @@ class ExchangeRunner:
 
     def start_forward(self, source: Tensor | None) -> tuple[StartedExchange, int]:
         """Post the messages and copy this rank's own pixels; return also the bytes that this rank sends."""
+        # Of all values here, the source alone may belong to an autograd graph, so that only this method leaves it.
         with torch.no_grad():
             window, self._next_window = self._next_window, None
             # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading may
@@ -147,14 +148,17 @@ class ExchangeRunner:
 
     def wait_forward(self, started: StartedExchange) -> Sequence[Tensor]:
         """Wait for the messages and return the completed window or strips."""
-        with torch.no_grad():
-            self._finish(started)
-            arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
+        self._finish(started)
+        arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
+        if self.exchange.strips:
             for message, number, here, there in self._arrivals:
                 started.parts[number][there].copy_(arrived[message][here])
-            if self.received is not None:
-                for move, each in zip(self.exchange.receives, started.expected, strict=True):
-                    self.received.append(ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()))
+        else:
+            for message, pixels in zip(started.expected, arrived, strict=True):
+                started.parts[0][message.index].copy_(pixels)
+        if self.received is not None:
+            for move, each in zip(self.exchange.receives, started.expected, strict=True):
+                self.received.append(ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()))
         return started.parts
 
     def start_backward(self, grads: Sequence[Tensor | None], source: Tensor | None) -> tuple[StartedExchange, int]:
@@ -162,23 +166,22 @@ class ExchangeRunner:
 
         `grads` are those of the window or strips.
         """
-        with torch.no_grad():
-            # If every pixel was sent to exactly one rank and none stays, the arriving gradients cover the source
-            # exactly once: they can be received straight into uninitialised memory instead of being added to zeros.
-            first = source is not None and source.grad is None and self._sends_all_once
-            if first:
-                source.grad = torch.empty_like(source)
-            messages = self._get_message_set(source.grad if first else None, grads)
-            if not self.exchange.strips and all(grad is not None for grad in grads):
-                contents = [grads[0][message.index] for message in messages.received]
-            else:
-                # A pixel may be in several strips, so the gradients are summed per message first: on the device, where
-                # the gradients are, then copied into the message once.
-                contents = [torch.zeros_like(message.pixels, device=self.device) for message in messages.received]
-                for message, number, here, there in self._arrivals:
-                    if grads[number] is not None:
-                        contents[message][here].add_(grads[number][there])
-            pending = self.send_queue.start_after(self._fill(messages.received, contents), messages.start_backward)
+        # If every pixel was sent to exactly one rank and none stays, the arriving gradients cover the source exactly
+        # once: they can be received straight into uninitialised memory instead of being added to zeros.
+        first = source is not None and source.grad is None and self._sends_all_once
+        if first:
+            source.grad = torch.empty_like(source)
+        messages = self._get_message_set(source.grad if first else None, grads)
+        if not self.exchange.strips and all(grad is not None for grad in grads):
+            contents = [grads[0][message.index] for message in messages.received]
+        else:
+            # A pixel may be in several strips, so the gradients are summed per message first: on the device, where the
+            # gradients are, then copied into the message once.
+            contents = [torch.zeros_like(message.pixels, device=self.device) for message in messages.received]
+            for message, number, here, there in self._arrivals:
+                if grads[number] is not None:
+                    contents[message][here].add_(grads[number][there])
+        pending = self.send_queue.start_after(self._fill(messages.received, contents), messages.start_backward)
         return StartedExchange(pending, messages.sent, grads, adds=not first), self._backward_bytes
 
     def wait_backward(self, started: StartedExchange, source: Tensor | None, alone: bool) -> None:
@@ -187,28 +190,27 @@ class ExchangeRunner:
         `alone`: nothing else is added to the gradient of `source`, so that it may remain a view of the window's
         gradient.
         """
-        with torch.no_grad():
-            grads = started.parts
-            if source is not None and started.adds:  # the gradients of the pixels that stayed on this rank
-                if self._keeps_all and source.grad is None and grads[0] is not None:
-                    own = grads[0][self._kept[0][2]]
-                    # Other readers add to it in place.
-                    source.grad = own if alone else torch.empty_like(source).copy_(own)
-                else:
-                    source.grad = torch.zeros_like(source) if source.grad is None else source.grad
-                    for number, here, there in self._kept:
-                        if grads[number] is not None:
-                            source.grad[here].add_(grads[number][there])
-            self._finish(started)
-            if source is None:
-                return
-            arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
-            for move, message, pixels in zip(self.exchange.sends, started.expected, arrived, strict=True):
-                place = source.grad[message.index]
-                before = place.clone() if started.adds and self.received is not None else None
-                place.add_(pixels) if started.adds else place.copy_(pixels)
-                if self.received is not None:
-                    self.received.append(ReceivedMessage(move, before, message.pixels.clone(), place.clone()))
+        grads = started.parts
+        if source is not None and started.adds:  # the gradients of the pixels that stayed on this rank
+            if self._keeps_all and source.grad is None and grads[0] is not None:
+                own = grads[0][self._kept[0][2]]
+                # Other readers add to it in place.
+                source.grad = own if alone else torch.empty_like(source).copy_(own)
+            else:
+                source.grad = torch.zeros_like(source) if source.grad is None else source.grad
+                for number, here, there in self._kept:
+                    if grads[number] is not None:
+                        source.grad[here].add_(grads[number][there])
+        self._finish(started)
+        if source is None:
+            return
+        arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
+        for move, message, pixels in zip(self.exchange.sends, started.expected, arrived, strict=True):
+            place = source.grad[message.index]
+            before = place.clone() if started.adds and self.received is not None else None
+            place.add_(pixels) if started.adds else place.copy_(pixels)
+            if self.received is not None:
+                self.received.append(ReceivedMessage(move, before, message.pixels.clone(), place.clone()))
 
     def _get_message_set(self, source: Tensor | None, parts: Sequence[Tensor | None]) -> MessageSet:
         if self._messages:
