@@ -252,7 +252,11 @@ class Plan:
 
     @property
     def batches(self) -> int:
-        """The number of batches of a training step."""
+        """The number of batches of a training step, which takes this many times the images of one batch.
+
+        >>> Plan(data_parallel=2, accumulate=3).batches
+        6
+        """
         return self.data_parallel * self.replica_batches
 
     @property

@@ -47,7 +47,11 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
             )
         if tuple(tensor.shape) != spec.shape:
             several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
-            other = "labels=EXAMPLE, a tensor like the labels of a batch" if name == "labels" else "this image_shape"
+            # An image_shape is that of one batch, but what is given is a step.
+            count, *rest = tensor.shape or (0,)
+            fits = name == "images" and count >= batches and not count % batches
+            image_shape = f"image_shape={(count // batches, *rest)}" if fits else "another image_shape"
+            other = "labels=EXAMPLE, a tensor like the labels of a batch" if name == "labels" else image_shape
             raise ImageError(
                 f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}{several}. "
                 f"Change the batch, or make a Training with {other}."

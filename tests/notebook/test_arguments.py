@@ -75,6 +75,15 @@ def test_a_step_says_what_is_no_batch(training: Training, name: str):
     assert training.steps == 0
 
 
+@pytest.mark.parametrize(("images", "remedy"), [(6, r"image_shape=\(3, 2, 16, 16\)"), (5, "another image_shape")])
+def test_a_step_of_several_batches_names_the_shape_of_one(two: Cluster, images: int, remedy: str):
+    plan = Plan(split_size=2, spatial_size=0, bidirectional=True, precision="float64")
+    both = Training(net(), plan, two, SHAPE)
+    with pytest.raises(ImageError, match=rf"\(8, 2, 16, 16\) \(2 batches make a step of this plan\).*{remedy}\.$"):
+        both.step(torch.zeros(images, *SHAPE[1:], dtype=torch.float64), torch.zeros(images, dtype=torch.int64))
+    both.close()
+
+
 FITS: dict[str, tuple[Any, type[Mpi4dlError], str]] = {
     "dicts": ([{"image": X, "label": Y}], ImageError, r"its keys are 'image', 'label'\. Make pairs"),
     "a data set": (TensorDataset(X, Y), ImageError, r"one image, .*DataLoader\(dataset, batch_size=4\)"),
