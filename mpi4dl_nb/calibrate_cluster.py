@@ -40,12 +40,13 @@ def calibrate_cluster(
     if machine.noise.is_good or accept_noise:
         return machine
     # Noise comes from other programs, mostly in bursts, so a second measurement is often a good one.
-    machine = min(machine, _measure(call, n, recipes, quick, progress), key=lambda each: each.noise.level)
+    again = _measure(call, n, recipes, quick, progress, "The first measurement was noisy: measuring again")
+    machine = min(machine, again, key=lambda each: each.noise.level)
     if machine.noise.is_useless:
         raise PlanError(
             f"This machine is too busy to be measured: {machine.noise}, in the better one of two calibrations. End "
-            "what else runs and calibrate again, name a machine that is known (such as 'Summit'), or take the numbers "
-            "as they are with cluster.calibrate(accept_noise=True)."
+            "what else runs and try again, or take the numbers as they are: call cluster.calibrate(accept_noise=True) "
+            "first. Forecasts need no calibration if they name a machine that is known, such as 'Summit'."
         )
     if not machine.noise.is_good:
         warnings.warn(
@@ -67,12 +68,19 @@ def warn_of_gpus(call: CallRanks, device: str) -> None:
         )
 
 
-def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
+def _measure(
+    call: CallRanks,
+    n: int,
+    recipes: CalibrationRecipes,
+    quick: bool,
+    progress: bool,
+    text: str = "Measuring this machine",
+) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
     call(rank_functions.start_calibration, recipes, quick)
     parts = Calibration.count_parts(n, quick)
     try:
-        with show_counts("Measuring this machine", progress) as report:
+        with show_counts(text, progress) as report:
             for done in range(1, parts + 1):
                 found = call(rank_functions.run_calibration_part)[0]
                 report(done, parts)

@@ -137,8 +137,9 @@ def measures(monkeypatch, *noises: Noise) -> list[bool]:
     left: Iterator[Noise] = iter(noises)
     asked: list[bool] = []
 
-    def measured(call: object, n: int, recipes: object, quick: bool, progress: bool) -> Machine:
+    def measured(call: object, n: int, recipes: object, quick: bool, progress: bool, text: str = "first") -> Machine:
         asked.append(quick)
+        print(text)
         return replace(FLAT, ranks=n, noise=next(left), quick=quick)
 
     monkeypatch.setattr(from_notebook, "_measure", measured)
@@ -177,11 +178,12 @@ def test_two_noisy_ones_serve_with_a_warning_and_are_not_remembered(monkeypatch,
     assert not (tmp_path / "asked.json").exists()
 
 
-def test_a_useless_one_is_refused_unless_it_is_asked_for(monkeypatch, remembered):
+def test_a_useless_one_is_refused_unless_it_is_asked_for(monkeypatch, remembered, capsys):
     measures(monkeypatch, HOPELESS, HOPELESS, HOPELESS)
     cluster = Cluster(2, backend="loopback")
     with pytest.raises(PlanError, match=r"too busy to be measured: other programs took 80% .*accept_noise=True"):
         cluster.calibrate()
+    assert capsys.readouterr().out == "first\nThe first measurement was noisy: measuring again\n"
     assert cluster.machine is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
