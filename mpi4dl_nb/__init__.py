@@ -1,4 +1,14 @@
-"""Train convolutional networks on images larger than a GPU, from a notebook: `help(mpi4dl_nb.Training)`."""
+"""Train convolutional networks on images larger than a GPU, from a notebook.
+
+The `help()` of each of these is enough to use it:
+
+- `Plan` says how a model and its images are split, `Cluster` starts the ranks, and `Training` trains on them; its
+  `verify` compares the gradients with those of one process.
+- `forecast`, `tune`, `largest_image`, `scaling` and `capabilities` predict and compare plans.
+- `Slicer`, `Stepper`, `Configurator`, `TimelineView`, `Tuner`, `Monitor` and `Workbench` are the widgets; the functions
+  `show_...` return the same as Matplotlib figures.
+- `open_image`, `crop_picture`, `folder_images` and `table_images` read pictures and slides.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +57,7 @@ from mpi4dl_nb.draw.tuning import show_tuning
 from mpi4dl_nb.exercise import grade_answer
 from mpi4dl_nb.plan_benchmark import Candidate
 from mpi4dl_nb.plan_cache import capabilities, forecast, largest_image, scaling
-from mpi4dl_nb.plan_tuner import PlanTuner, tune
+from mpi4dl_nb.plan_tuner import PlanTuner, TuningResult, tune
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
@@ -92,6 +102,7 @@ __all__ = [
     "TraceError",
     "Training",
     "Tuner",
+    "TuningResult",
     "UNet",
     "VerifyError",
     "Workbench",

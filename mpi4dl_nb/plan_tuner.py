@@ -21,7 +21,7 @@ from engines.train.optimisers import Optimiser
 from engines.train.recipe import Recipe, prepare, sgd
 from mpi4dl_nb.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.draw.tuning import format_table_html
+from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html
 from mpi4dl_nb.plan_benchmark import (
     Candidate,
     PlanTrial,
@@ -35,8 +35,9 @@ from mpi4dl_nb.status_line import ProgressCallback, show_counts
 class TuningResult:
     """All candidates, best first: the measured ones by their measurements, then the others by their predictions.
 
-    `refused` holds the plans that cannot run, with the reasons, and `too_large` the forecasts of those that do not fit
-    into a rank's memory. `explanation` describes the prediction for each kind of parallelism.
+    `machine` is the calibration of the ranks. `explanation` says what was measured, and what is predicted for each kind
+    of parallelism. `refused` holds the plans that cannot run, with the reasons, and `too_large` the forecasts of those
+    that do not fit into a rank's memory.
     """
 
     candidates: tuple[Candidate, ...]
@@ -167,13 +168,16 @@ def tune(
 ) -> TuningResult:
     """Find the plan that trains most images per second on all ranks of the cluster.
 
-    Every plan that makes sense for the ranks is predicted on the machine as calibrated. Of those that fit into
+    Every plan that makes sense for the ranks is predicted on the machine as calibrated. A cluster that was never
+    calibrated is calibrated first, which takes about a minute, or two if the machine is busy; on one that is too busy,
+    call `cluster.calibrate(accept_noise=True)` before. Of those that fit into
     `rank_bytes` per rank (None: its share of the machine's memory), the `top` best are trained, interleaved, for
     `steps` steps on random images. If updates of more than `neutral_batch` images would cost accuracy, plans are
     compared by the time for that many images: a plan with more images per step gains nothing by it, and one with fewer
     takes several steps per update. The other arguments are those of `Training`. `.plan` of the result is the best plan,
-    and `.explanation` describes the prediction for each kind of parallelism; a notebook shows the result as a table
-    with this text. Raises PlanError if no plan can run or fits, TraceError, or RankError if the ranks are lost.
+    and `.explanation` says what was measured, and what is predicted for each kind of parallelism; a notebook shows the
+    result as a table with this text. Raises PlanError if no plan can run or fits, or if the machine is too busy to be
+    calibrated, TraceError, or RankError if the ranks are lost.
 
     >>> from mpi4dl_nb import Cluster, resnet20_v1, tune
     >>> with Cluster(2) as cluster:
@@ -194,4 +198,6 @@ def tune(
     if top:
         with show_counts("Measuring steps", progress) as report:
             measured = tuning.measure(found.candidates[:top], steps, report)
-    return replace(found, candidates=sort_candidates([*measured, *found.candidates[top:]], neutral_batch))
+    candidates = sort_candidates([*measured, *found.candidates[top:]], neutral_batch)
+    explanation = replace(found.explanation, measured=describe_measurements(measured, neutral_batch))
+    return replace(found, candidates=candidates, explanation=explanation)

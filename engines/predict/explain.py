@@ -122,11 +122,15 @@ class Verdict(FactTable):
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The verdicts of all kinds considered. `rank_bytes` is the memory that a rank may use (None: unlimited)."""
+    """The verdicts of all kinds considered. `rank_bytes` is the memory that a rank may use (None: unlimited).
+
+    `measured` says what measurements of the best plans found; empty if there were none.
+    """
 
     ranks: int
     verdicts: tuple[Verdict, ...]
     rank_bytes: int | None = None
+    measured: str = ""
 
     @property
     def best(self) -> Verdict | None:
@@ -141,7 +145,10 @@ class Explanation:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """One sentence for each kind: the best first, then the faster before the slower, then those that do not fit."""
+        """What was measured, if anything; then a sentence for each kind, as predicted.
+
+        The best kind is first, then the faster ones before the slower ones, then those that do not fit.
+        """
         chosen = self.best
         others = sorted(
             (each for each in self.verdicts if each is not chosen),
@@ -152,7 +159,7 @@ class Explanation:
             best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
             plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
             sentences.insert(0, f"The best for {ranks}, as predicted, is {plan}: {self._format_numbers(best)}.")
-        return tuple(sentences)
+        return (*[self.measured] * bool(self.measured), *sentences)
 
     @property
     def words(self) -> str:

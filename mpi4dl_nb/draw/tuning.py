@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
 from engines.predict.explain import describe_plan, format_grids
-from engines.predict.forecast import Forecast
+from engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
 from mpi4dl_nb.draw.memory import LIMIT
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
@@ -81,13 +81,33 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     )
 
 
-def describe_measurements(measured: Sequence[Candidate]) -> str:
-    """Describe how many plans were measured, how far off the predictions were, and why others failed."""
+def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | None = None) -> str:
+    """Describe which measured plan is the fastest, whether others are as fast, and how far off the predictions were.
+
+    Plans are as fast as the fastest one if the times of their steps overlap with its own. `neutral_batch` as in `tune`.
+    """
     # A prediction is judged by measured / predicted: 1 is exact, less means that the plan was slower.
     ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
-    failed = (f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure)
-    return " ".join([*[counted] * bool(ratios), *failed])
+    failed = [f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure]
+    if not ratios:
+        return " ".join(failed)
+    # Images per second of the slowest, the median and the fastest step of each plan, the best plan first.
+    rates = {
+        describe_plan(each.plan): tuple(
+            compute_throughput(each.forecast.images, seconds, neutral_batch)
+            for seconds in (max(run.seconds), run.median_s, min(run.seconds))
+        )
+        for each in measured
+        if (run := each.measured)
+    }
+    best = max(rates, key=lambda name: rates[name][1])
+    slowest, median, _ = rates.pop(best)
+    words = f"The fastest plan, as measured, is {best}" if rates else f"{best}, as measured"
+    words += f": {format_number(median)} images/s."
+    if ties := [name for name, (*_, fastest) in rates.items() if fastest >= slowest]:
+        words += f" As their steps vary, {' and '.join(ties)} may be as fast."
+    return " ".join([words, counted, *failed])
 
 
 def show_tuning(
@@ -98,8 +118,9 @@ def show_tuning(
 ) -> Drawing:
     """Draw all candidates by time and memory, and the images per second and memory of the first ones as bars.
 
-    The dotted line joins those that no other candidate beats in both; `rank_bytes` is what a rank may hold, and
-    `too_large` are forecasts beyond it. `neutral_batch` as in `tune`. Raises PlanError if there is no candidate.
+    The dotted line joins those that no other candidate beats in both, measured if it was measured, else as predicted;
+    predictions are often too fast, so measure a plan before you trust its place. `rank_bytes` is what a rank may hold,
+    and `too_large` are forecasts beyond it. `neutral_batch` as in `tune`. Raises PlanError if there is no candidate.
 
     >>> from mpi4dl_nb import Candidate, Plan, forecast, resnet20_v1, show_tuning
     >>> plans = [Plan(split_size=2, spatial_size=0), Plan(split_size=1, slice_method="1x2")]
@@ -156,7 +177,14 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
                 axes.scatter(*zip(*places, strict=True), **style, label=f"{look.name}, {state}", zorder=4 - number)
     front = sorted((point.cost[1] / MB, point.cost[0] * 1e3) for point in points if point.on_front)
     if front:
-        axes.step(*zip(*front, strict=True), where="post", color=INK, linestyle=":", linewidth=1.4, label="front")
+        axes.step(
+            *zip(*front, strict=True),
+            where="post",
+            color=INK,
+            linestyle=":",
+            linewidth=1.4,
+            label="front (measured, else predicted)",
+        )
     fitting = max((point.cost[1] for point in points if point.number), default=0) / MB
     if rank_bytes:
         axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **LIMIT)

@@ -200,7 +200,7 @@ class Tuner(PageWidget):
                     lambda done, of: self._show_text(f"Measuring: step {done} of {of} ..."),
                 )
                 self._show(sort_candidates(replace_measured(self.candidates, measured), self.neutral_batch))
-                outcome = describe_measurements(measured)
+                outcome = describe_measurements(measured, self.neutral_batch)
         finally:
             self._show_text(outcome)
             self._set_busy(False)

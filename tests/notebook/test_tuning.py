@@ -13,7 +13,7 @@ from torch import nn
 from engines.errors import ImageError, PlanError, RankError
 from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
-from engines.predict.explain import classify_plan
+from engines.predict.explain import classify_plan, describe_plan
 from engines.predict.machine import Machine
 from engines.predict.machine_checks import Noise
 from engines.program.compile import compile_plan
@@ -21,7 +21,7 @@ from engines.program.program import Program, count_traffic
 from mpi4dl_nb import Cluster, Training, forecast, tune
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline
-from mpi4dl_nb.draw.tuning import show_tuning
+from mpi4dl_nb.draw.tuning import describe_measurements, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points
 from mpi4dl_nb.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner
@@ -117,6 +117,9 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
     assert f"{tuned.best.forecast.seconds * 1e3:.4g} ms" in show_timeline(tuned.best.forecast.timeline, tuned.plan).alt
     assert tuned._repr_html_().count('scope="row"') == len(tuned.candidates)
     assert all(escape(sentence) in tuned._repr_html_() for sentence in tuned.explanation.sentences)
+    fastest, predicted = tuned.explanation.sentences[:2]
+    assert fastest.startswith(f"The fastest plan, as measured, is {describe_plan(tuned.plan)}: ")
+    assert predicted.startswith("The best for 2 ranks, as predicted, is ")
     assert {classify_plan(each.plan) for each in tuned.candidates} <= {each.kind for each in tuned.explanation.verdicts}
     training = Training(model(), tuned.plan, cluster, SHAPE)
     spec = training.recipe.step_specs
@@ -211,6 +214,23 @@ def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):
     tuner.measure_best()
     assert tuner.plan == tuner.candidates[0].plan
     assert tuner.candidates[0].images_per_s == max(each.images_per_s for each in tuner.candidates[:2])
+
+
+def test_plans_whose_steps_overlap_with_those_of_the_fastest_may_be_as_fast():
+    plans = [
+        Plan(split_size=2, spatial_size=0),
+        Plan(split_size=1, slice_method="1x2"),
+        Plan(split_size=1, slice_method="2x1"),
+    ]
+    seconds = [(1.0, 1.2, 1.4), (1.5, 1.6, 1.7), (1.3, 1.9, 2.0)]
+    candidates = [
+        Candidate(forecast(model(), plan, SHAPE, "Summit"), Measurement(times, (1,)))
+        for plan, times in zip(plans, seconds, strict=True)
+    ]
+    words = describe_measurements(candidates)
+    assert words.startswith("The fastest plan, as measured, is 2 stages: 1.67 images/s. As their steps vary, 2x1 tiles")
+    assert "1x2 tiles may" not in words
+    assert "3 of 3 plans measured" in words
 
 
 def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
