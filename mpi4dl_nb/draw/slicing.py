@@ -47,6 +47,7 @@ from mpi4dl_nb.draw.tilemap import (
     draw_halo_arrows,
     draw_halos,
     draw_picture,
+    draw_scale_bar,
     draw_tiles,
     draw_zoom,
     get_screen_box,
@@ -140,7 +141,7 @@ def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[in
     share = ", ".join(f"tile {point.numbers[rank]} {count / image.pixels:.0%}" for rank, count in parts.items())
     rows, cols = image.rows, image.cols
     return (
-        f"Output pixel ({row}, {col}) of this layer depends on {format_size(image.shape)} px of the picture (dotted): "
+        f"Output pixel ({row}, {col}) of this layer depends on {format_size(image.shape)} px of the picture (dashed): "
         f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}. They lie on {share}"
     )
 
@@ -268,7 +269,8 @@ def show_slicing(
     where the tile borrows). Up to 12 pixels are so large that the picture's values are written into them.
     `receptive` is a pixel (row, column) of the layer's output, whose receptive field in the picture is framed.
     `reading="picture"` shows, in the picture's pixels, all that the tile's outputs of this layer read of the picture,
-    through the windows of all layers up to it.
+    through the windows of all layers up to it. Of a picture that knows its scale, such as a slide, the figure has a
+    scale bar and the halo's widths in micrometres.
 
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
@@ -315,6 +317,7 @@ def _draw_tiles_only(rasters: RasterCache, point: HaloPoint, tile: int | None) -
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), chosen)
     # No tile is right of or below the last one, so that all labels are in the upper left corners.
     label_tiles(main, point.numbers, tiles, centre=tiles[point.ranks.ranks[-1]])
+    draw_scale_bar(main, rasters.picture, point.size_px)
     figure.alt = ". ".join([f"{title}: {'; '.join(descriptions)}", *chosen_words]) + "."
     return figure
 
@@ -366,6 +369,7 @@ def draw_slicing(
     for axes in (main, side):
         if axes and view.field:
             draw_field(axes, point, view.field, rasters.picture.shape())
+    draw_scale_bar(main, rasters.picture, point.size_px)
     _draw_legend(figure, point, rank, view.field is not None)
     figure.alt = ". ".join([title.replace("\n", ": "), *descriptions, "; ".join(pieces), *values])
     return figure

@@ -16,8 +16,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
+from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 
-from engines.images.picture_reader import Pixels
+from engines.images.picture_reader import Picture, Pixels
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Move, Span, Tile
@@ -93,6 +94,25 @@ def draw_picture(axes: Axes, rasters: RasterCache, size_px: tuple[int, int], uni
     axes.set_xlabel(f"column, {unit}", fontsize=9)
     axes.set_ylabel(f"row, {unit}", fontsize=9)
     axes.tick_params(labelsize=9)
+
+
+def draw_scale_bar(axes: Axes, picture: Picture, size_px: tuple[int, int]) -> None:
+    """Draw a bar of a round length in micrometres below the right end of what is shown of a layer of `size_px`.
+
+    It is at most a quarter as long as what is shown. A picture that does not know its scale gets none.
+    """
+    if not picture.microns_per_px:
+        return
+    microns_per_px = picture.microns_per_px * picture.shape()[1] / size_px[1]
+    most = axes.viewLim.width * microns_per_px / 4
+    power = 10.0 ** np.floor(np.log10(most))
+    length = max(digit * power for digit in (1, 2, 5) if digit * power <= most)
+    words = f"{length:g} µm" if length < 1000 else f"{length / 1000:g} mm"
+    # Below the tick labels, beside the name of the axis: within the picture there are labels of tiles in all corners.
+    axes.set_xlabel(axes.get_xlabel(), loc="left")
+    place = {"bbox_to_anchor": (1, 0), "bbox_transform": axes.transAxes, "pad": 2.0, "borderpad": 0}
+    look = {"frameon": False, "color": INK, "size_vertical": abs(axes.viewLim.height) / 200, "sep": 3}
+    axes.add_artist(AnchoredSizeBar(axes.transData, length / microns_per_px, words, "upper right", **place, **look))
 
 
 def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:
@@ -305,7 +325,7 @@ SMALLEST_PX = 10  # on the screen
 
 
 def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> None:
-    """Draw a dotted frame around the receptive field in the picture, in the coordinates of the layer."""
+    """Draw a dashed frame around the receptive field in the picture, in the coordinates of the layer."""
     down, across = (layer / picture for layer, picture in zip(point.size_px, picture_px, strict=True))
     height, width = field.image.shape[0] * down, field.image.shape[1] * across
     # The field of an early layer is a few pixels: the frame grows around its middle to a visible size on the screen.

@@ -13,11 +13,13 @@ from IPython.core.formatters import DisplayFormatter
 from legible import read, unreadable
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 from torch import nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
 from engines.formatting import format_bytes
+from engines.images.picture_reader import ArrayPicture
 from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
 from engines.program.compile import Compiler
@@ -277,3 +279,22 @@ def test_a_model_traced_at_another_size_is_refused():
 def test_the_examples_run():
     assert doctest.testmod(drawings).failed == 0
     assert doctest.testmod(slicing).failed == 0
+
+
+@pytest.mark.parametrize(("reads", "bar_px"), [("stem", 20), ("deep", 10)])
+def test_a_picture_that_knows_its_scale_has_a_bar_of_its_length(reads, bar_px):
+    picture = ArrayPicture("slide", TISSUE)
+    assert not find_bars(show_slicing(picture, tiles_of("2x2"), RECIPE))
+    picture.microns_per_px = 0.5  # the bar: 10 µm, of 60 µm across; the deep layer has half as many pixels
+    for zoom, at in ((None, None), (bar_px * 6, (0, 0))):
+        (bar,) = find_bars(show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads, zoom=zoom, at=at))
+        assert bar.txt_label.get_text() == "10 µm"
+        (length,) = bar.size_bar.get_children()
+        assert length.get_width() == pytest.approx(bar_px)
+    (bar,) = find_bars(show_slicing(picture, tiles_of("2x2")))
+    assert bar.txt_label.get_text() == "10 µm"
+    assert not unreadable(show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads))
+
+
+def find_bars(figure) -> list[AnchoredSizeBar]:
+    return [each for axes in figure.axes for each in axes.artists if isinstance(each, AnchoredSizeBar)]

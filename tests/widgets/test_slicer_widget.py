@@ -129,7 +129,7 @@ def test_the_receptive_field_of_a_pixel_is_told(slicer):
     image = ReceptiveFields(RECIPE.graph).compute_field("conv2d_2", 23, 29).image
     assert image.shape == (12, 12)
     assert (
-        "Output pixel (23, 29) of this layer depends on 12 × 12 px of the picture (dotted): rows 41 to 52"
+        "Output pixel (23, 29) of this layer depends on 12 × 12 px of the picture (dashed): rows 41 to 52"
         in slicer.figure.alt
     )
     inside = {tile: ((48 - 41) if tile < 2 else 5) * ((60 - 53) if tile % 2 == 0 else 5) / 144 for tile in range(4)}
