@@ -101,7 +101,7 @@ class PlanTuner:
 
         `rank_bytes` is the memory that a rank may use; None: an equal share of the machine's memory. `neutral_batch`:
         as in `tune`. `progress`: show that of the calibration, if the cluster is not calibrated yet. Raises PlanError
-        if no plan can run.
+        if no plan can run, and TraceError if the model cannot be traced with the loss.
         """
         if neutral_batch is not None and neutral_batch < 1:
             raise PlanError(
@@ -110,6 +110,7 @@ class PlanTuner:
         # What cannot be trained is refused before the calibration, which takes a minute.
         n, batch = self.cluster.n, self.traces.image_shape[0]
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
+        self.traces.get_graph(Plan(split_size=1, spatial_size=0))
         machine = self.cluster.calibrate(progress=progress)
         warn_of_gpus(self.cluster.call, self.device)
         if rank_bytes is None:

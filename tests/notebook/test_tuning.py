@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import ImageError, PlanError, RankError
+from engines.errors import ImageError, PlanError, RankError, TraceError
 from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
 from engines.predict.explain import classify_plan, describe_plan
@@ -75,6 +75,12 @@ def test_a_machine_file_that_cannot_be_used_is_named_before_anything_is_measured
     with pytest.raises(RankError, match="not started"):  # so it would be measured
         Cluster(2).calibrate(tmp_path / "machine.json")
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_cannot_be_traced_is_refused_before_a_minute_is_spent_on_calibration():
+    cluster = Cluster(2, backend="loopback")  # not started: a calibration would raise RankError
+    with pytest.raises(TraceError, match="names"):
+        tune(model(), SHAPE, cluster, loss=lambda scores, labels: (scores.names - labels).sum(), progress=False)
 
 
 def test_a_rank_that_dies_ends_a_tuning():
