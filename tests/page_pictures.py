@@ -33,7 +33,7 @@ def photograph_slicer(browser: Any, folder: Path) -> None:
     harness = PageHarness(browser, slicer.view, (1280, 700), device_scale_factor=1.5)
     page = harness.page
     page.wait_for_timeout(1500)  # tissue comes
-    page.get_by_role("button", name="to the halo").click()
+    page.get_by_role("button", name="zoom to halo").click()
     canvas = page.locator("canvas").bounding_box()
     page.wait_for_timeout(1500)
     page.mouse.move(canvas["x"] + canvas["width"] * 0.508, canvas["y"] + canvas["height"] * 0.3)

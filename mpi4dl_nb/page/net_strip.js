@@ -6,6 +6,8 @@ import { listenToDrag } from "./pointer_drag.js";
 
 const HEIGHT = 64;
 const BASE = 50; // of the bars; below are the marks of halos
+const LETTER = 7; // px of the screen: about the width of a letter of a name, which is left out where it does not fit
+const NAMED_HEIGHT = 18; // px of the screen: bars that are lower have no room for a name
 
 /** Return { x, width, height } of each layer's bar in a strip of this width: a pure drawing of the net's sizes. */
 function layOutNet(net, width) {
@@ -101,6 +103,9 @@ export class NetStrip {
       const bar = makeSvg("rect", { x, y: BASE - height, width: wide, height, class: layer.tiles > 1 ? "tiled" : "joined" });
       bar.append(makeSvg("title", { text: title }));
       this.svg.append(bar);
+      if (height >= NAMED_HEIGHT && layer.name.length * LETTER < wide) {
+        this.svg.append(makeSvg("text", { x: x + wide / 2, y: BASE - 6, class: "name", text: layer.name }));
+      }
       const before = this.net[index - 1];
       if (before && (before.tiles !== layer.tiles || before.stage !== layer.stage)) {
         const left = bars[index].middle - bars[index].slot / 2;

@@ -66,7 +66,7 @@ class SlicerView {
     add("zoom in", () => this.scene.zoom(2), "key +");
     add("zoom out", () => this.scene.zoom(0.5), "key -");
     add("whole", () => this.scene.showWhole(), "key 0");
-    add("to the halo", () => this.showSeam(), "key h: a close view of where the tile borrows");
+    add("zoom to halo", () => this.showSeam(), "key h: a close view of where the tile borrows");
     this.switches = {};
     for (const [reading, text] of Object.entries(READINGS)) {
       this.switches[reading] = add(text, () => this.set("reading", reading), "key c switches between the two");

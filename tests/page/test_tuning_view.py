@@ -189,6 +189,6 @@ def test_the_figure_has_the_same_points(found):
     assert unreadable(figure) == []
     assert "time for an image in ms" in read(figure)
     names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert {"front", f"a rank may hold {format_bytes(limit)}"} < set(names)
+    assert {"front (measured, else predicted)", f"a rank may hold {format_bytes(limit)}"} < set(names)
     numbers = [str(point.number) for point in make_points(candidates, None, limit, too_large) if point.on_front]
     assert f"in time and memory: {', '.join(numbers)}. A rank may hold {format_bytes(limit)}." in figure.alt
