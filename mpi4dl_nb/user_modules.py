@@ -7,20 +7,16 @@ can differ, the functions and classes of the module are sent by value.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import operator
 import os
 import pickle
 import site
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from struct import error as StructError
 from struct import unpack
@@ -31,6 +27,7 @@ import psutil
 
 from engines.comm.notebook_imports import NotebookImports, SourceVersion, pack
 from engines.errors import PlanError
+from mpi4dl_nb.module_constants import parse_constants
 
 _OURS = ("engines", "mpi4dl_nb")
 _HASHED, _MOST = 1, 0xFFFFFFFF  # of .pyc files: the flag of those without a time; fields have 32 bits
@@ -59,15 +56,17 @@ class _UserModule:
         file = module.__spec__.origin
         version = _find_loaded_version(file, reloaded)
         current = version not in (None, _ANOTHER)
-        return cls(module, module.__spec__, file, version, current, _parse_constants(file) if current else {}, reloaded)
+        return cls(module, module.__spec__, file, version, current, parse_constants(file) if current else {}, reloaded)
 
     @property
     def is_as_its_file(self) -> bool:
         """Whether ranks that import the file get the same as the notebook has."""
         now = vars(self.module)
-        return self.current and all(
-            type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items()
-        )
+        with suppress(Exception):  # arrays within lists have no truth value
+            return self.current and all(
+                type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items()
+            )
+        return False
 
 
 # A module of the user, and how ranks get its functions:
@@ -246,68 +245,6 @@ def _read_compiled_version(file: str) -> SourceVersion | None:
     except (OSError, StructError, NotImplementedError):
         return None
     return None if flags & _HASHED else (changed_s, length)
-
-
-_ARITHMETIC: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-}
-
-
-def _parse_constants(file: str) -> dict[str, object]:
-    """Return the values of the names that a file assigns at top level and nowhere else in the file.
-
-    These are literals and what is computed from them and from such names: `SIDE = 64`, `H, W = SIDE, 2 * SIDE`.
-    """
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, ValueError, SyntaxError):
-        return {}
-    set_at = Counter(
-        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)
-    )
-    found: dict[str, object] = {}
-    for line in tree.body:
-        if not isinstance(line, ast.Assign | ast.AnnAssign):
-            continue
-        targets = line.targets if isinstance(line, ast.Assign) else [line.target]
-        for name, value in chain.from_iterable(_pair_names(each, line.value) for each in targets):
-            if set_at[name] == 1:
-                with suppress(Exception):  # no constant, or none that has a value, such as 1 / 0
-                    found[name] = _compute_constant(value, found)
-    return found
-
-
-def _compute_constant(value: ast.expr, known: Mapping[str, object]) -> Any:
-    """Return the value of a literal, or of arithmetic with literals and `known` names. Raises an error for all else."""
-    match value:
-        case ast.Name(id=name):
-            return known[name]
-        case ast.BinOp(left=left, op=sign, right=right):
-            return _ARITHMETIC[type(sign)](_compute_constant(left, known), _compute_constant(right, known))
-        case ast.UnaryOp(op=sign, operand=operand):
-            return _ARITHMETIC[type(sign)](_compute_constant(operand, known))
-        case ast.Tuple(elts=parts) | ast.List(elts=parts):
-            return (tuple if isinstance(value, ast.Tuple) else list)(_compute_constant(part, known) for part in parts)
-        case _:
-            return ast.literal_eval(value)
-
-
-def _pair_names(target: object, value: object) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names of an assignment's target with their expressions: of `H, W = 64, 32`, H with 64 and W with 32."""
-    match target, value:
-        case ast.Name(id=name), ast.expr():
-            yield name, value
-        case ((ast.Tuple(elts=names) | ast.List(elts=names)), (ast.Tuple(elts=values) | ast.List(elts=values))):
-            if len(names) == len(values):
-                for pair in zip(names, values, strict=True):
-                    yield from _pair_names(*pair)
 
 
 def _find_autoreload_ns(name: str) -> int | None:

@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from engines.comm.notebook_imports import pack
 from engines.comm.start import make_command
 from engines.errors import PlanError, RankError
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
+from mpi4dl_nb.module_constants import parse_constants
 from mpi4dl_nb.user_modules import UserModules
 
 N = 2
@@ -121,6 +123,40 @@ def test_a_constant_of_any_assignment_that_the_notebook_has_set_is_the_ranks(clu
     assert cluster.call(mine.sides) == [before] * N
     setattr(mine, name, 1000)
     assert cluster.call(mine.sides) == [tuple(vars(mine)[each] for each in ("H", "W", "HALF", "PAIR", "LAST"))] * N
+
+
+CONSTANTS = """
+PLUS, MEGABYTE, OFF = +1, 1 << 20, ~0
+SIZES = (64, 32)
+H, W = SIZES
+A, (B, *C) = 1, (2, 3)
+D, E, F = *(4, 5), 6
+TABLE = [0] * 4
+NAN = 1e999 - 1e999
+SCALES = {"a": 2 * W, "b": {1, -1}}
+SIGNS = [-1, 0, +1]
+LEVEL = 1
+if LEVEL:
+    LEVEL = 2
+DEEPER = LEVEL + 1
+SOME, OTHER = 5, len(SIZES)
+DECLARED: int
+WRONG = 1 / 0 if False else 3
+"""
+
+
+def test_which_constants_of_a_file_are_followed(folder):
+    file = folder / "constants_all.py"
+    file.write_text(CONSTANTS)
+    found = {"PLUS": 1, "MEGABYTE": 1 << 20, "OFF": -1, "SIZES": (64, 32), "H": 64, "W": 32, "A": 1}
+    found |= {"SCALES": {"a": 64, "b": {1, -1}}, "SIGNS": [-1, 0, 1], "SOME": 5}
+    assert parse_constants(str(file)) == found
+
+
+def test_a_constant_that_cannot_be_compared_is_another(cluster, folder):
+    mine = loaded(folder, "arrays_n", "KEPT = [0, 0]\ndef kept(host): return len(KEPT)")
+    mine.KEPT[0] = torch.ones(3)
+    assert cluster.call(mine.kept) == [2] * N
 
 
 def test_a_module_that_uses_one_that_was_loaded_again_follows(cluster, folder):
@@ -275,6 +311,7 @@ START = """
 import sys
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
+from mpi4dl_nb.module_constants import parse_constants
 with Cluster(2) as cluster:
     def draws(host):
         import random
