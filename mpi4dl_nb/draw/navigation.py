@@ -131,6 +131,14 @@ def scale_pixel(at: Pixel, size_px: Pixel, other_px: Pixel) -> Pixel:
     return get_pixel_at(across * other_px[1], down * other_px[0], other_px)
 
 
+def compute_layer_microns(picture: Picture, size_px: Pixel) -> tuple[float, float] | None:
+    """Return the micrometres of the picture in one row and one column of a layer; None if its scale is not known."""
+    if not picture.microns_per_px:
+        return None
+    rows, cols = (picture.microns_per_px * px / layer for px, layer in zip(picture.shape(), size_px, strict=True))
+    return rows, cols
+
+
 def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
     """Return the pixel of a tile that is nearest to pixel `at` of the image.
 

@@ -35,7 +35,14 @@ from mpi4dl_nb.draw.halo_points import (
     make_picture_point,
     resolve_graph,
 )
-from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square, scale_pixel
+from mpi4dl_nb.draw.navigation import (
+    RasterCache,
+    choose_seam,
+    compute_layer_microns,
+    get_pixel_at,
+    make_square,
+    scale_pixel,
+)
 from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
@@ -103,9 +110,9 @@ def describe_tile(point: HaloPoint, rank: int, picture: Picture) -> list[str]:
         more = f"It borrows {count} px more from {owners}: {format_bytes(point.count_bytes(pieces))} in {batch}"
     widths = point.compute_widths(rank)
     halo = ", ".join(f"{width} {side}" for side, width in widths.items())
-    if picture.microns_per_px and any(widths.values()):
-        microns = max(widths.values()) * picture.microns_per_px * picture.shape()[0] / point.size_px[0]
-        halo += f" (up to {microns:.3g} µm of the picture)"
+    if any(widths.values()) and (microns := compute_layer_microns(picture, point.size_px)):
+        far = max(width * microns[side in ("left", "right")] for side, width in widths.items())
+        halo += f" (up to {far:.3g} µm of the picture)"
     lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
     fill = point.get_fill(rank)
     return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which is padding"]
@@ -165,7 +172,7 @@ def _truncate_lines(lines: list[str]) -> list[str]:
 
 WIDTH_IN, LEFT_IN, TOP_IN = 11.0, 0.75, 0.9
 MAIN_IN, TALLEST_IN = 5.6, 7.6  # of the large panel
-BESIDE_IN, SIDE_LEFT_IN, SIDE_IN = 7.0, 7.5, 2.9  # left edges of words and small panel; its longer side
+BESIDE_IN, SIDE_LEFT_IN, SIDE_IN = 7.0, 7.5, 2.7  # left edges of words and small panel; its longer side
 BELOW_IN = 0.95  # below the large panel: ticks, label, legend
 UNDER_SIDE_IN, LINE_IN = 0.7, 0.167
 LEGEND_IN = 0.45

@@ -24,7 +24,7 @@ from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Move, Span, Tile
 from mpi4dl_nb.draw.figure import CASING, INK, TILE_COLOURS, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
-from mpi4dl_nb.draw.navigation import RasterCache
+from mpi4dl_nb.draw.navigation import RasterCache, compute_layer_microns
 
 # Texts on a picture: legible on any colour, inside the tile that they describe, and without overlap.
 
@@ -101,10 +101,11 @@ def draw_scale_bar(axes: Axes, picture: Picture, size_px: tuple[int, int]) -> No
 
     It is at most a quarter as long as what is shown. A picture that does not know its scale gets none.
     """
-    if not picture.microns_per_px:
+    if not (microns := compute_layer_microns(picture, size_px)):
         return
-    microns_per_px = picture.microns_per_px * picture.shape()[1] / size_px[1]
-    most = axes.viewLim.width * microns_per_px / 4
+    microns_per_px = microns[1]
+    # A little more, or rounding would choose 500 µm instead of 1000, or nothing.
+    most = axes.viewLim.width * microns_per_px / 4 * (1 + 1e-9)
     power = 10.0 ** np.floor(np.log10(most))
     length = max(digit * power for digit in (1, 2, 5) if digit * power <= most)
     words = f"{length:g} µm" if length < 1000 else f"{length / 1000:g} mm"
@@ -264,17 +265,24 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     axes.set_xlabel(f"the framed place: {format_size(view.shape)} {point.unit}{each}", fontsize=9)
     # Brackets outside the frame, with the numbers of rows and columns that are borrowed here.
     own, width = point.tiles[rank], point.compute_widths(rank)
+    per_row, per_col = compute_layer_microns(rasters.picture, point.size_px) or (0.0, 0.0)
+
+    def format_width(px: int, microns: float) -> str:
+        return f"{px} px\n{px * microns:.3g} µm" if microns else f"{px} px"
+
     above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
     for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):
         if width[side] and cols.start < edge < cols.stop:
             ends = edge, edge + way * width[side]
             axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=above, clip_on=False)
-            axes.text(sum(ends) / 2, 1.04, f"{width[side]} px", ha="center", va="bottom", transform=above)
+            words = format_width(width[side], per_col)
+            axes.text(sum(ends) / 2, 1.04, words, ha="center", va="bottom", transform=above, fontsize=9)
     for side, edge, way in (("above", own.rows.start, -1), ("below", own.rows.stop, 1)):
         if width[side] and rows.start < edge < rows.stop:
             ends = edge, edge + way * width[side]
             axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=beside, clip_on=False)
-            axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=beside)
+            words = format_width(width[side], per_row)
+            axes.text(1.05, sum(ends) / 2, words, ha="left", va="center", transform=beside, fontsize=9)
 
 
 def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point: HaloPoint, rank: int) -> None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html import unescape
 
+import numpy as np
 import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
@@ -293,7 +294,25 @@ def test_a_picture_that_knows_its_scale_has_a_bar_of_its_length(reads, bar_px):
         assert length.get_width() == pytest.approx(bar_px)
     (bar,) = find_bars(show_slicing(picture, tiles_of("2x2")))
     assert bar.txt_label.get_text() == "10 µm"
-    assert not unreadable(show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads))
+    figure = show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads)
+    assert {"stem": "1 px\n0.5 µm", "deep": "2 px\n2 µm"}[reads] in {text.get_text() for text in figure.axes[1].texts}
+    picture.microns_per_px = 0.4994
+    assert unreadable(show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads)) == []
+
+
+def test_a_scale_bar_of_any_rounding():
+    picture = ArrayPicture("slide", np.zeros((81, 81, 3), np.uint8))
+    picture.microns_per_px = 0.1
+    (bar,) = find_bars(show_slicing(picture, tiles_of("1x1"), zoom=4))
+    assert bar.txt_label.get_text() == "0.1 µm"
+
+
+def test_micrometres_where_strides_differ_by_axis():
+    picture = ArrayPicture("slide", np.zeros((64, 128, 3), np.uint8))
+    picture.microns_per_px = 0.5
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, (2, 1), 1), nn.Conv2d(4, 4, 3, padding=1))
+    assert "1 right (up to 0.5 µm of the picture)" in show_slicing(picture, tiles_of("1x2"), net, layer=1).alt
+    assert "1 below, 0 left, 0 right (up to 1 µm" in show_slicing(picture, tiles_of("2x1"), net, layer=1).alt
 
 
 def find_bars(figure) -> list[AnchoredSizeBar]:
