@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from torch import Tensor, nn
 
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
@@ -38,6 +38,13 @@ class TuningResult:
     `machine` is the calibration of the ranks. `explanation` says what was measured, and what is predicted for each kind
     of parallelism. `refused` holds the plans that cannot run, with the reasons, and `too_large` the forecasts of those
     that do not fit into a rank's memory.
+
+    >>> from mpi4dl_nb import Cluster, PlanTuner, TuningResult, resnet20_v1
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     machine = cluster.calibrate(quick=True, accept_noise=True, progress=False)
+    ...     found = PlanTuner(resnet20_v1(), (2, 3, 64, 64), cluster).find(progress=False)
+    >>> isinstance(found, TuningResult), found.plan.ranks
+    (True, 2)
     """
 
     candidates: tuple[Candidate, ...]
@@ -107,10 +114,15 @@ class PlanTuner:
             raise PlanError(
                 f"neutral_batch={neutral_batch} must be 1 image or more, or None where any number is right."
             )
-        # What cannot be trained is refused before the calibration, which takes a minute.
+        # What cannot be trained is refused before the calibration, which takes a minute: a model, say, of which neither
+        # one image of a batch nor all of them can be traced.
         n, batch = self.cluster.n, self.traces.image_shape[0]
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
-        self.traces.get_graph(Plan(split_size=1, spatial_size=0))
+        whole = Plan(split_size=1, spatial_size=0)
+        try:
+            self.traces.get_graph(replace(whole, parts=batch))
+        except (PlanError, TraceError):
+            self.traces.get_graph(whole)
         machine = self.cluster.calibrate(progress=progress)
         warn_of_gpus(self.cluster.call, self.device)
         if rank_bytes is None:
@@ -169,16 +181,19 @@ def tune(
 ) -> TuningResult:
     """Find the plan that trains most images per second on all ranks of the cluster.
 
+    The other arguments are those of `Training`: the first number of `image_shape` is the batch of one replica, and a
+    plan with several replicas or directions takes several batches per step (`Plan.batches`). If an update of more than
+    so many images costs accuracy, name that number as `neutral_batch`: plans are then compared by the time for that
+    many images, so that one with more images per step gains nothing by it, and one with fewer takes several steps.
+
     Every plan that makes sense for the ranks is predicted on the machine as calibrated. A cluster that was never
-    calibrated is calibrated first, which takes about a minute, or two if the machine is busy; on one that is too busy,
-    call `cluster.calibrate(accept_noise=True)` before. Of those that fit into
-    `rank_bytes` per rank (None: its share of the machine's memory), the `top` best are trained, interleaved, for
-    `steps` steps on random images. If updates of more than `neutral_batch` images would cost accuracy, plans are
-    compared by the time for that many images: a plan with more images per step gains nothing by it, and one with fewer
-    takes several steps per update. The other arguments are those of `Training`. `.plan` of the result is the best plan,
-    and `.explanation` says what was measured, and what is predicted for each kind of parallelism; a notebook shows the
-    result as a table with this text. Raises PlanError if no plan can run or fits, or if the machine is too busy to be
-    calibrated, TraceError, or RankError if the ranks are lost.
+    calibrated is calibrated first, which takes up to a minute, or two if the machine is busy; on one that is too busy,
+    call `cluster.calibrate(accept_noise=True)` before. Of those that fit into `rank_bytes` per rank (None: its share of
+    the machine's memory), the `top` best are trained, interleaved, for `steps` steps on random images.
+
+    `.plan` of the result is the best plan, and `.explanation` says what was measured, and what is predicted for each
+    kind of parallelism; a notebook shows the result as a table with this text. Raises PlanError if no plan can run or
+    fits, or if the machine is too busy to be calibrated, TraceError, or RankError if the ranks are lost.
 
     >>> from mpi4dl_nb import Cluster, resnet20_v1, tune
     >>> with Cluster(2) as cluster:

@@ -9,7 +9,7 @@ from html import escape
 from engines.errors import PlanError
 from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent
 from engines.plan import Plan
-from engines.predict.forecast import Forecast
+from engines.predict.forecast import Forecast, compute_throughput
 from engines.program.timeline import compute_time_shares
 
 WORDS = {
@@ -79,6 +79,19 @@ def format_grids(plan: Plan) -> str:
 # The explanation of forecasts, kind by kind.
 
 
+def format_rate(images: int, seconds: float, neutral_batch: int | None = None) -> str:
+    """Return the throughput of steps of some images in words, with the images that count (`compute_throughput`).
+
+    >>> format_rate(4, 2.0), format_rate(4, 2.0, neutral_batch=1)
+    ('2 images/s in steps of 4 images', '0.5 images/s in steps of 4 images, of which 1 counts')
+    """
+    rate = format_number(compute_throughput(images, seconds, neutral_batch))
+    words = f"{rate} images/s in steps of {images:,} image{'s'[: images > 1]}"
+    if neutral_batch is None or images <= neutral_batch:
+        return words
+    return f"{words}, of which {neutral_batch:,} count{'s'[: neutral_batch == 1]}"
+
+
 WORTH_SAYING = 0.05  # fraction of a step's time
 
 
@@ -124,12 +137,14 @@ class Verdict(FactTable):
 class Explanation:
     """The verdicts of all kinds considered. `rank_bytes` is the memory that a rank may use (None: unlimited).
 
-    `measured` says what measurements of the best plans found; empty if there were none.
+    Rates count images as `compute_throughput` does with `neutral_batch`. `measured` says what measurements of the best
+    plans found; empty if there were none.
     """
 
     ranks: int
     verdicts: tuple[Verdict, ...]
     rank_bytes: int | None = None
+    neutral_batch: int | None = None
     measured: str = ""
 
     @property
@@ -190,15 +205,14 @@ class Explanation:
 
     def _format_numbers(self, found: Forecast) -> str:
         """Return the speed, the memory, and the largest losses beside computing."""
-        images = f"{found.images:,} image{'s'[: found.images > 1]}"
         shares = {kind: share for kind, share in compute_time_shares(found.timeline).items() if kind != "compute"}
         large = sorted(
             (kind for kind, share in shares.items() if share >= WORTH_SAYING), key=lambda kind: -shares[kind]
         )
         parts = [f"{format_percent(shares[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
         losses = f"; of a rank's time {', '.join(parts)}" if parts else ""
-        rate = format_number(found.images_per_s)
-        return f"{rate} images/s in steps of {images}, {self._format_memory(found)}{losses}"
+        rate = format_rate(found.images, found.seconds, self.neutral_batch)
+        return f"{rate}, {self._format_memory(found)}{losses}"
 
     def _format_memory(self, found: Forecast) -> str:
         """Return `3.1 GB of 16.0 GB`, for the fullest rank."""
@@ -237,4 +251,4 @@ def explain(
         elif reasons:
             verdicts.append(Verdict(kind, count, reason=reasons[0]))
     plans = [*(each.plan for each in forecasts), *(plan for plan, _ in refused)]
-    return Explanation(plans[0].ranks if plans else 0, tuple(verdicts), rank_bytes)
+    return Explanation(plans[0].ranks if plans else 0, tuple(verdicts), rank_bytes, neutral_batch)

@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
-from engines.predict.explain import describe_plan, format_grids
+from engines.predict.explain import describe_plan, format_grids, format_rate
 from engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
 from mpi4dl_nb.draw.memory import LIMIT
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
-from mpi4dl_nb.plan_benchmark import Candidate
+from mpi4dl_nb.plan_benchmark import Candidate, sort_candidates
 
 PREDICTED = BarStyle("predicted", "#56b4e9", "")
 MEASURED = BarStyle("measured", "#e69f00", "//")
@@ -82,9 +82,9 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
 
 
 def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | None = None) -> str:
-    """Describe which measured plan is the fastest, whether others are as fast, and how far off the predictions were.
+    """Describe which measured plan is the fastest, whether others may be, and how far off the predictions were.
 
-    Plans are as fast as the fastest one if the times of their steps overlap with its own. `neutral_batch` as in `tune`.
+    A plan may be as fast as the fastest one if the times of their steps overlap. `neutral_batch` as in `tune`.
     """
     # A prediction is judged by measured / predicted: 1 is exact, less means that the plan was slower.
     ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
@@ -92,21 +92,18 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
     failed = [f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure]
     if not ratios:
         return " ".join(failed)
-    # Images per second of the slowest, the median and the fastest step of each plan, the best plan first.
-    rates = {
-        describe_plan(each.plan): tuple(
-            compute_throughput(each.forecast.images, seconds, neutral_batch)
-            for seconds in (max(run.seconds), run.median_s, min(run.seconds))
-        )
-        for each in measured
-        if (run := each.measured)
-    }
-    best = max(rates, key=lambda name: rates[name][1])
-    slowest, median, _ = rates.pop(best)
-    words = f"The fastest plan, as measured, is {best}" if rates else f"{best}, as measured"
-    words += f": {format_number(median)} images/s."
-    if ties := [name for name, (*_, fastest) in rates.items() if fastest >= slowest]:
-        words += f" As their steps vary, {' and '.join(ties)} may be as fast."
+
+    def compute_pace(each: Candidate, seconds: float) -> float:
+        return compute_throughput(each.forecast.images, seconds, neutral_batch)
+
+    best, *others = sort_candidates((each for each in measured if each.measured), neutral_batch)
+    rate = format_rate(best.forecast.images, best.measured.median_s, neutral_batch)
+    title = "The fastest plan, as measured, is" if others else "Measured:"
+    words = f"{title} {describe_plan(best.plan)}: {rate}."
+    slowest = compute_pace(best, max(best.measured.seconds))
+    ties = [describe_plan(each.plan) for each in others if compute_pace(each, min(each.measured.seconds)) >= slowest]
+    if ties:
+        words += f" As the times of steps vary, these may be as fast: {'; '.join(ties)}."
     return " ".join([words, counted, *failed])
 
 

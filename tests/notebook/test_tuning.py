@@ -234,9 +234,12 @@ def test_plans_whose_steps_overlap_with_those_of_the_fastest_may_be_as_fast():
         for plan, times in zip(plans, seconds, strict=True)
     ]
     words = describe_measurements(candidates)
-    assert words.startswith("The fastest plan, as measured, is 2 stages: 1.67 images/s. As their steps vary, 2x1 tiles")
-    assert "1x2 tiles may" not in words
-    assert "3 of 3 plans measured" in words
+    assert words.startswith("The fastest plan, as measured, is 2 stages: 1.67 images/s in steps of 2 images. ")
+    assert "these may be as fast: 2x1 tiles. 3 of 3 plans measured" in words
+    (alone,) = candidates[:1]
+    assert describe_measurements([alone], neutral_batch=1).startswith(
+        "Measured: 2 stages: 0.833 images/s in steps of 2 images, of which 1 counts. 1 of 1 plans measured"
+    )
 
 
 def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
