@@ -45,8 +45,8 @@ def calibrate_cluster(
     if machine.noise.is_useless:
         raise PlanError(
             f"This machine is too busy to be measured: {machine.noise}, in the better one of two calibrations. End "
-            "what else runs and try again, or take the numbers as they are: call cluster.calibrate(accept_noise=True) "
-            "first. Forecasts need no calibration if they name a machine that is known, such as 'Summit'."
+            "what else runs and try again, or take the numbers as they are with cluster.calibrate(accept_noise=True). "
+            "Forecasts need no calibration if they name a machine that is known, such as 'Summit'."
         )
     if not machine.noise.is_good:
         warnings.warn(
@@ -59,7 +59,10 @@ def calibrate_cluster(
 
 def warn_of_gpus(call: CallRanks, device: str) -> None:
     """Warn if the ranks of a training with this `device` compute on GPUs, which a calibration does not measure."""
-    if gpus := sorted(set(call(rank_functions.find_gpu, device)) - {""}):
+    gpus: list[str] = []
+    with suppress(RankError):  # a cluster that was stopped can still be predicted
+        gpus = sorted(set(call(rank_functions.find_gpu, device)) - {""})
+    if gpus:
         warnings.warn(
             f"The ranks compute on {', '.join(gpus)}, but calibrate() measures their CPUs: predicted times, memory "
             "limits and the order of plans are those of device='cpu'. Measure plans on the ranks before you choose "

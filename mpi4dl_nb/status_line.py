@@ -103,7 +103,7 @@ def show_counts(text: str, shown: bool = True) -> Iterator[ProgressCallback]:
         with show_status(f"{text} ...") as line:
             yield line.make_counter(text)
         return
-    with tqdm(desc=text, disable=not shown, leave=False) as bar:
+    with tqdm(desc=text, disable=None if shown else True, leave=False) as bar:  # None: unless it is a terminal
 
         def report(done: int, of: int) -> None:
             bar.total = of

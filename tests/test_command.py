@@ -317,8 +317,6 @@ Shell = Callable[..., CompletedProcess[str]]
 
 MODELS = """
 import os
-import subprocess
-import sys
 import torch
 from torch import nn
 

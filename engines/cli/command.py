@@ -56,10 +56,10 @@ _WITHOUT_RANKS = {
 }
 """MODULE:FUNCTION of the flags, which returns the exit code."""
 
-# PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 # How the variables begin that mpiexec or a batch system gives to the processes that it starts.
 _LAUNCHED = ("OMPI_COMM_", "PMIX_", "PMI_", "SLURM_PROCID")
 _TRANSPORTS = "OMPI_MCA_btl"
+# PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
 
 

@@ -194,10 +194,13 @@ def open_image(source: Source) -> Picture:
     that can only be decoded whole (PNG, JPEG, TIFF in one strip) would take more memory than the larger of 2 GB and 128
     times its bytes, or than half of the free memory.
 
+    `.shape()` is (rows, columns), and `.read(y, x, rows, columns)` returns pixels (rows, columns, 3) of uint8.
+
     >>> import numpy as np
     >>> from mpi4dl_nb import open_image
-    >>> open_image(np.zeros((4, 6), np.uint8)).shape()
-    (4, 6)
+    >>> picture = open_image(np.zeros((4, 6), np.uint8))
+    >>> picture.shape(), picture.read(0, 2, 3, 4).shape
+    ((4, 6), (3, 4, 3))
     """
     if isinstance(source, str | PathLike):
         return _open_file(Path(source))

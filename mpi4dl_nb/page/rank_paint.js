@@ -129,7 +129,7 @@ export class RankPainter {
     const font = context.font, start = left + 10 + context.measureText(name).width;
     context.font = `12px ${FONT}`;
     const words = [`${state.work} ${state.kind}`.trim(), state.work, ""].find(
-      (each) => context.measureText(each).width < left + width - start - 2);
+      (each) => context.measureText(each).width < left + width - start - 2) ?? "";
     context.globalAlpha = 0.85;
     context.fillStyle = look.panel;
     context.fillRect(left + 1, top + 2, start + context.measureText(words).width + 3 - left, 15);

@@ -49,7 +49,7 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
             several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
             # An image_shape is that of one batch, but what is given is a step.
             count, *rest = tensor.shape or (0,)
-            fits = name == "images" and count >= batches and not count % batches
+            fits = tensor.dim() == 4 and tensor.numel() and not count % batches
             image_shape = f"image_shape={(count // batches, *rest)}" if fits else "another image_shape"
             other = "labels=EXAMPLE, a tensor like the labels of a batch" if name == "labels" else image_shape
             raise ImageError(

@@ -81,6 +81,8 @@ def test_a_step_of_several_batches_names_the_shape_of_one(two: Cluster, images: 
     both = Training(net(), plan, two, SHAPE)
     with pytest.raises(ImageError, match=rf"\(8, 2, 16, 16\) \(2 batches make a step of this plan\).*{remedy}\.$"):
         both.step(torch.zeros(images, *SHAPE[1:], dtype=torch.float64), torch.zeros(images, dtype=torch.int64))
+    with pytest.raises(ImageError, match="another image_shape"):
+        both.step(torch.zeros(4, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
     both.close()
 
 
