@@ -98,6 +98,7 @@ _LOOK_S = 0.02  # poll interval for deaths; a reply is noticed at once
 _STOP_S = 0.8  # time for ranks to return after an interrupt, so that they are ready when it is raised
 _END_S = 2.0  # time for killed ranks to be gone
 _GRACE_S = 0.35  # time for the other ranks to return by themselves after a failure, before they are interrupted
+_EXIT_S = 1.0  # time until it is known how a rank ended whose reply was lost
 
 _OUTPUT_S = 10.0  # output of ranks may arrive this much later than their replies, on a busy machine
 
@@ -180,6 +181,7 @@ class RemoteCall:
         self.hang: Hang | None = None
         self.answers: dict[int, Reply] = {}
         self._exits: dict[int, RankExit] = {}
+        self._lost_replies: set[int] = set()
         self.waiting: dict[Future[bytes], int] = {}
 
     def run(self, common: bytes, parts: Sequence[bytes], within_s: float = float("inf")) -> None:
@@ -254,9 +256,14 @@ class RemoteCall:
             over = [each for each, rank in self.waiting.items() if each.done() or rank in lost]
             for future in sorted(over, key=lambda each: deaths.get(self.waiting[each], len(deaths))):
                 rank = self.waiting.pop(future)
-                self.answers[rank] = _read(future, rank in lost)
                 if rank in lost:
                     self._exits[rank] = lost[rank]
+                try:
+                    self.answers[rank] = pickle.loads(future.result(timeout=0))
+                except Exception as error:
+                    # A failure on the rank is in its reply. This one is of the transport, mostly since the rank died.
+                    self._lost_replies.add(rank)
+                    self.answers[rank] = Reply(failure=_DEATH if rank in lost else Failure.of(error))
             if until_failure:
                 self.hang = find_hang(
                     self.waiting.values(), self._ranks.find_stalled_ranks(), self._hang_after_s, self._began_s
@@ -274,6 +281,17 @@ class RemoteCall:
         """Whether the ranks are ready for the next call: all have replied, and none has failed or been interrupted."""
         return not self.waiting and not self.failures and not self._interrupted
 
+    def _find_exit(self, rank: int) -> RankExit | None:
+        """Return how a rank ended; None if it seems to be alive.
+
+        By now, more may be known than when its reply was lost: the end of the process is reported by another way, which
+        may be slower.
+        """
+        deadline = time.monotonic() + _EXIT_S * (rank not in self._exits)
+        while (found := self._ranks.find_lost_ranks().get(rank)) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return found or self._exits.get(rank)
+
     def make_error(self) -> Mpi4dlError:
         """Build the error of the first rank that failed."""
         if self.hang:
@@ -287,21 +305,13 @@ class RemoteCall:
             return _make_error(min(self.waiting.values()), _SILENCE, "")
         rank, *others = own or failures
         first = failures[rank]
-        if first is _DEATH:
-            # By now, more may be known of how it ended, or its host may answer again.
-            first = replace(_DEATH, message=str(self._ranks.find_lost_ranks().get(rank, self._exits[rank])))
+        if rank in self._lost_replies and (found := self._find_exit(rank)):
+            first = replace(_DEATH, message=str(found))
         also = sorted(each for each in others if failures[each].message == first.message)
         error = _make_error(rank, first, f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
         for each in sorted({*failures} - {rank, *also}):
             error.add_note(f"Rank {each} {_describe_failure(failures[each])}")
         return error
-
-
-def _read(future: Future[bytes], lost: bool) -> Reply:
-    try:
-        return pickle.loads(future.result(timeout=0))
-    except Exception as error:
-        return Reply(failure=_DEATH if lost else Failure.of(error))
 
 
 def _describe_failure(failure: Failure) -> str:

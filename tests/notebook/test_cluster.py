@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -461,13 +462,31 @@ def test_hosts_that_lack_slots_end_no_ranks():
 def test_a_host_that_answers_again_leaves_an_error_in_words():
     """Its ranks were lost as the call looked, and are there as its error is made."""
     lost = [{1: RankExit(9)}, {}]
-    ranks = SimpleNamespace(
-        submit=lambda *_: Future(), find_lost_ranks=lambda: lost.pop(0) if lost else {}, interrupt=lambda: None,
-        capture_output=nullcontext, read_output=list, find_stalled_ranks=dict, has_pending_output=lambda *_: False,
-    )  # fmt: skip
-    call = RemoteCall(ranks, lambda lines: None)
+    call = RemoteCall(make_silent_ranks(lambda: lost.pop(0) if lost else {}, Future()), lambda lines: None)
     call.run(b"", [b"", b""], within_s=0.1)
     assert str(call.make_error()).startswith("Rank 1: ")
+
+
+def make_silent_ranks(find_lost_ranks: Callable[[], dict[int, RankExit]], reply: Future[bytes]) -> SimpleNamespace:
+    """Ranks whose only reply, or failure of the transport, is `reply`."""
+    return SimpleNamespace(
+        submit=lambda *_: reply, find_lost_ranks=find_lost_ranks, interrupt=lambda: None, count=lambda: 2,
+        capture_output=nullcontext, read_output=list, find_stalled_ranks=dict, has_pending_output=lambda *_: False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_death_that_the_transport_tells_first_is_told_as_what_it_is(is_dead):
+    """The connection to a rank breaks as its process ends; that end is reported by another way, which may be slower."""
+    broken: Future[bytes] = Future()
+    broken.set_exception(ConnectionError("engine 0 died"))
+    ends_at = time.monotonic() + 0.7
+    call = RemoteCall(
+        make_silent_ranks(lambda: {0: RankExit(3)} if is_dead and time.monotonic() > ends_at else {}, broken), print
+    )
+    call.run(b"", [b""])
+    told = "its process has left with exit code 3" if is_dead else "ConnectionError: engine 0 died"
+    assert str(call.make_error()) == f"Rank 0: {told}"
 
 
 @over_mpi
