@@ -102,6 +102,8 @@ class _Requests:
 
     def __del__(self) -> None:
         """After a failure nothing waits for these requests: keep their buffers for as long as MPI may use them."""
+        if not hasattr(self, "requests"):  # an interrupt has ended `__init__`
+            return
         if all(map(_is_complete, self.requests)):
             _free_requests(self.requests)
         else:
@@ -204,12 +206,16 @@ class MpiWorld(World):
         outgoing = [(message, self._stage_tensor(message.tensor, filled=True)) for message in sends]
         buffers = [host for _, host in (*incoming, *outgoing)]
         _wait_for_streams(buffers)
+        staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
+        # An interrupt may come between two messages: those that MPI has begun are in `pending`, with their buffers.
+        pending = _Requests([], staged, self, buffers)
         with self:
             # Receives first: a message whose receive is posted needs no buffer inside MPI.
-            requests = [self.comm.Irecv(_make_buffer(host), m.peer, m.tag) for m, host in incoming]
-            requests += [self.comm.Isend(_make_buffer(host), m.peer, m.tag) for m, host in outgoing]
-        staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
-        return _Requests(requests, staged, self, buffers)
+            for message, host in incoming:
+                pending.requests.append(self.comm.Irecv(_make_buffer(host), message.peer, message.tag))
+            for message, host in outgoing:
+                pending.requests.append(self.comm.Isend(_make_buffer(host), message.peer, message.tag))
+        return pending
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Return a function that starts the same messages each time, persistent ones if MPI accesses all tensors."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import json
 import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -34,6 +37,8 @@ SPOKEN = "\x1espoken "
 """The prefix of a line that carries a line of a rank's output; the rest is JSON."""
 
 _OURS = Path(__file__).parents[1]
+
+_AGAIN_S = 0.01  # until an interrupt that came during a `__del__` is tried again
 
 # MPI's error classes on a rank when another rank has failed.
 _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
@@ -235,15 +240,30 @@ def join() -> tuple[int, int, int]:
     return world.rank, world.size, os.getpid()
 
 
+def _is_in_finaliser(frame: FrameType | None) -> bool:
+    """Return whether a frame belongs to a `__del__`: Python prints an exception there and goes on."""
+    while frame and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
     """Call `execute` on this MPI process; the first SIGINT interrupts it."""
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
     torch.set_grad_enabled(True)  # an interrupt on entry to or exit from `no_grad` can leave gradients disabled
 
-    def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    def interrupt_once(number: int, frame: FrameType | None) -> None:
+        if _is_in_finaliser(frame):
+            _thread.start_new_thread(interrupt_later, (get_ident(), number))  # unlike `Thread`, this needs no lock
+            return
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
+
+    def interrupt_later(thread: int, number: int) -> None:
+        time.sleep(_AGAIN_S)
+        if signal.getsignal(number) is interrupt_once:  # not the handler of a later call
+            signal.pthread_kill(thread, number)
 
     signal.signal(signal.SIGINT, interrupt_once)
     try:

@@ -240,6 +240,33 @@ def test_an_interrupt_between_the_messages_of_a_call_leaves_no_work_behind(clust
     assert sent[0].done()
 
 
+def test_outside_calls_a_rank_ignores_interrupts(cluster):
+    """ipykernel raises KeyboardInterrupt while it handles a message: between that and the call, it ended the rank."""
+    if cluster.backend == "mpi":
+        cluster.call(lambda host: None)
+        found = [view.apply_sync(signal.getsignal, signal.SIGINT) for view in cluster._ranks._views]
+        assert found == [signal.SIG_IGN] * N
+
+
+def test_an_interrupt_during_a_finaliser_is_not_lost(cluster, capfd):
+    def waits(host):
+        class Slow:
+            def __del__(self):
+                until_s = time.monotonic() + 1
+                while time.monotonic() < until_s:
+                    time.sleep(0.01)
+
+        Slow()
+        while True:
+            host.world.all_gather(None)
+
+    Timer(0.5, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.call(waits)
+    check_usable(cluster)
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("backend", ["loopback", "in_turn"])
 def test_after_any_interrupt_the_ranks_are_synchronised(backend, monkeypatch):
     with Cluster(2, backend=backend) as cluster:
