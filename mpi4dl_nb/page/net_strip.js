@@ -67,8 +67,10 @@ export class NetStrip {
 
   /** Show a net and the chosen point; `describe(point)` is what a screen reader says of one. */
   show(net, count, point, describe) {
+    const isDrawn = net === this.net && this.places?.length > 0; // while it is dragged, only the mark moves
     Object.assign(this, { net, count, point, describe });
-    this.draw();
+    if (isDrawn) this.mark();
+    else this.draw();
   }
 
   select(point) {
