@@ -100,7 +100,7 @@ def _measure(
 
 
 _MOST_BYTES = 1 << 22  # a calibration takes a hundredth of it
-_READ_AS = 3  # format version: increased when measurements are interpreted differently, which invalidates older files
+_READ_AS = 4  # format version: increased when measurements are interpreted differently, which invalidates older files
 
 
 @dataclass(frozen=True)

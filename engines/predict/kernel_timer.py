@@ -144,6 +144,10 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     labels = torch.zeros(1, side, side, dtype=torch.int64)
     yield "tile.cross_entropy_sums", (few, labels, None, -100, 0.0)
     yield "aten.gelu.default", (x,)
+    # Of both signs in no order: for values of one sign, a processor's branch prediction makes it five times as fast.
+    signed = _make_values(1, channels, side, side)
+    signed.data.uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    yield "aten.prelu.default", (signed, torch.full((1,), 0.25, requires_grad=True))
     yield "aten.linear.default", (_make_values(16, channels * 4), _make_values(channels, channels * 4))
 
 

@@ -44,7 +44,7 @@ PASSES = {
     "moments": (1, 2),
     "norm": (1, 5 / 2),
     "whole_norm": (3 / 2, 5 / 2),
-    **dict.fromkeys(("pool", "transcendental", "loss", "pointwise"), (1, 3 / 2)),
+    **dict.fromkeys(("pool", "transcendental", "slope", "loss", "pointwise"), (1, 3 / 2)),
     **dict.fromkeys(("pad", "copy"), (1, 1)),
 }
 """How often a kernel reads or writes the bytes counted for it, forward and backward. The count is of arguments and
