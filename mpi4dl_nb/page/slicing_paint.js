@@ -197,7 +197,7 @@ export function paintValues(context, scene, readPixel) {
   context.textAlign = "start";
 }
 
-/** Frame a pixel of the layer, and dotted the rectangle of the picture that it depends on. */
+/** Frame a pixel of the layer and, dashed, the rectangle of the picture that it depends on. */
 export function paintCursor(context, scene, pixel, field) {
   const frame = toScreenRectangle(pixel, scene.transform);
   outline(context, frame, WHITE, 4);
