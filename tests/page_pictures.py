@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import sync_playwright
 from torch import nn
 
@@ -24,6 +26,20 @@ from tests.page.harness import PageHarness
 
 FIGURES = Path(__file__).parents[1] / "figures"
 FRAMES_MS = (20, 800, 500, 1500)  # the time before each: strips lie still, are on their way, land, have landed
+CAPTIONS = {
+    "forward": (
+        "Each rank holds its own tile; the white windows are empty.",
+        "A copy of each edge leaves for the neighbour that needs it.",
+        "The copies arrive in the neighbours' windows.",
+        "All windows are full: each rank computes its convolution.",
+    ),
+    "backward": (
+        "Gradients of borrowed pixels wait beside each tile.",
+        "Each leaves for the rank that owns the pixel.",
+        "It arrives on the edge that was lent forward.",
+        "It has been added there: the owner's gradient is complete.",
+    ),
+}
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1))
 
 
@@ -67,16 +83,22 @@ def film_exchange(browser: Any, folder: Path) -> None:
                 half = {"x": box["x"], "y": box["y"], "width": box["width"] / 2, "height": box["height"]}
                 frames.append(page.screenshot(clip=half))
             page.clock.resume()
-            join_frames(frames).save(folder / f"{name}.png")
+            join_frames(frames, CAPTIONS[phase]).save(folder / f"{name}.png")
         stepper.close()
         harness.close()
 
 
-def join_frames(frames: list[bytes], columns: int = 2) -> Image.Image:
-    """Put frames beside and below each other, with a margin between them."""
-    pictures = [np.asarray(Image.open(io.BytesIO(frame)).convert("RGB")) for frame in frames]
-    padded = [np.pad(each, ((0, 12), (0, 12), (0, 0)), constant_values=255) for each in pictures]
-    rows = [np.concatenate(padded[start : start + columns], 1) for start in range(0, len(padded), columns)]
+def join_frames(frames: list[bytes], captions: Sequence[str], columns: int = 2) -> Image.Image:
+    """Put frames beside and below each other, each with a numbered caption above it."""
+    font = ImageFont.truetype(findfont("DejaVu Sans"), 13)
+    pictures = []
+    for number, (frame, caption) in enumerate(zip(frames, captions, strict=True), 1):
+        picture = Image.open(io.BytesIO(frame)).convert("RGB")
+        padded = Image.new("RGB", (picture.width + 12, picture.height + 34), "white")
+        padded.paste(picture, (0, 26))
+        ImageDraw.Draw(padded).text((8, 6), f"{number}  {caption}", "#1a1a1a", font)
+        pictures.append(np.asarray(padded))
+    rows = [np.concatenate(pictures[start : start + columns], 1) for start in range(0, len(pictures), columns)]
     return Image.fromarray(np.concatenate(rows))
 
 

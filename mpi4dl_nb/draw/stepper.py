@@ -189,7 +189,7 @@ def _draw_schedule(axes: Axes, view: StepView) -> None:
 # Panels of what each rank holds of a value, its own pixels and its halo, on a common colour scale.
 
 
-MAPS = {False: "cividis", True: "PuOr"}
+MAPS = {False: "cividis", True: "PRGn"}
 MOST = 12  # panels; with more, each would be too small
 BAR_SHARE, BAR_IN, GAP_IN = 0.2, 0.9, 0.42
 UNSHAPED = 1.4  # aspect ratio (width / height) of a panel without pixels

@@ -56,23 +56,33 @@ export function getCellHead(cell) {
 
 /** Return for each rank that shows values `{ rectangle, scale: [x, y], group, panel }`; other ranks are undefined.
  *
- * The panels of a group have one scale, so that their tiles read as one picture.
+ * The panels of a group have one scale, so that their tiles read as one picture. There is room beside the values for
+ * messages from or to there.
  */
 export function placePanels(meta, cells) {
-  const placed = [];
+  const placed = [], groups = [];
+  for (const group of meta.groups) for (const { rank } of group.panels) groups[rank] = group;
   for (const group of meta.groups) {
     const rooms = group.panels.map((panel) => getRoom(cells[panel.rank]));
-    const sizes = group.panels.map(({ held }) => [held[3] - held[1], held[2] - held[0]]);
+    const reaches = group.panels.map((panel) => findReach(panel, group, meta.messages, groups));
+    const sizes = reaches.map(([top, left, bottom, right]) => [right - left, bottom - top]);
     const shared = Math.min(...group.panels.map((panel, at) => fitRoom(sizes[at], rooms[at])));
     group.panels.forEach((panel, at) => {
       const [left, top, width, height] = rooms[at], [wide, high] = sizes[at];
       const scale = panel.square ? [shared, shared] : [width / wide, Math.min(height / high, 0.5 * height)];
-      const size = [wide * scale[0], high * scale[1]];
-      const rectangle = [left + (width - size[0]) / 2, top + (height - size[1]) / 2, ...size];
-      placed[panel.rank] = { rectangle, scale, group, panel };
+      const corner = [left + (width - wide * scale[0]) / 2, top + (height - high * scale[1]) / 2];
+      const place = { rectangle: corner, scale, group, panel: { held: reaches[at] } };
+      placed[panel.rank] = { rectangle: locateTile(place, panel.held), scale, group, panel };
     });
   }
   return placed;
+}
+
+/** Return the smallest tile that holds a panel's values and the messages that are drawn beside them. */
+function findReach({ rank, held, square }, group, messages, groups) {
+  const mine = messages.filter((message) => square && (message.source === rank || message.target === rank));
+  const tiles = mine.filter(({ target, tile }) => isInValue(tile, group, groups[target]?.size)).map(({ tile }) => tile);
+  return held.map((side, at) => (at < 2 ? Math.min : Math.max)(side, ...tiles.map((tile) => tile[at])));
 }
 
 function getRoom([left, top, width, height]) {
@@ -97,15 +107,17 @@ export function locateTile({ rectangle, scale, panel }, [top, left, bottom, righ
  * A rank that shows nothing, or a value of another size, has it in the middle of its cell.
  */
 export function locateMessage(place, cell, tile, size) {
-  if (place?.group.size.length === 2 && fitsValue(tile, place.group.size)
-      && (!size || size.join() === place.group.size.join())) return locateTile(place, tile);
+  if (place && isInValue(tile, place.group, size)) return locateTile(place, tile);
   const room = getRoom(cell), sides = [Math.max(1, tile[3] - tile[1]), Math.max(1, tile[2] - tile[0])];
   const [wide, high] = sides.map((side) => Math.max(8, side * 0.5 * fitRoom(sides, room)));
   return [room[0] + (room[2] - wide) / 2, room[1] + (room[3] - high) / 2, wide, high];
 }
 
-function fitsValue([top, left, bottom, right], [high, wide]) {
-  return top >= 0 && left >= 0 && bottom <= high && right <= wide;
+/** Return whether a tile of a value of `size`, if that is known, is a part of what a group shows. */
+function isInValue([top, left, bottom, right], group, size) {
+  const [high, wide] = group.size;
+  return group.size.length === 2 && (!size || size.join() === group.size.join())
+    && top >= 0 && left >= 0 && bottom <= high && right <= wide;
 }
 
 /** Return `{ rank, row, col }` of the pixel of a value under a point; null where there is none. */

@@ -34,8 +34,8 @@ export class ExchangePainter extends RankPainter {
     const others = messages.length > MOST_WAYS ? [] : messages.keys();
     for (const index of others) if (index !== focus) this.paintWay(messages[index], flights[index], false);
     if (messages[focus]) this.paintWay(messages[focus], flights[focus], true);
+    this.paintHeads();  // below what moves
     messages.forEach((message, index) => this.paintStrip(message, this.strips[index], flights[index], index === focus));
-    this.paintHeads();
     sums.forEach((sum, index) => this.paintSum(sum, index, sums.length, progress));
     if (cursor) this.paintCursor(cursor);
   }
@@ -103,7 +103,8 @@ export class ExchangePainter extends RankPainter {
       }
       return;
     }
-    if (!flight.lift && !flight.travel) return;
+    // At rest a strip is a part of its owner's picture, but a gradient that will be added is in no picture.
+    if (!flight.lift && !flight.travel && !strip.before) return;
     const place = liftRectangle(bendBetween(from, to, flight.travel), flight.lift);
     const [left, top, width, height] = place, depth = 5 * flight.lift;
     context.fillStyle = "rgb(0 0 0 / 30%)";  // a plain shadow: a blurred one takes a frame's whole time

@@ -113,7 +113,7 @@ export class RankPainter {
     }
   }
 
-  /** Name each rank and what it did, on a plain ground: whatever is painted before lies below. */
+  /** Name each rank and what it did, on a plain ground: arrows that are painted before lie below. */
   paintHeads() {
     this.layout.cells.forEach((cell, rank) => {
       if (getCellHead(cell)) this.paintHead(cell, rank, this.frame.meta.ranks[rank]);
@@ -128,7 +128,8 @@ export class RankPainter {
     const name = `${state.moved ? "▶ " : ""}${width > 90 ? "rank " : ""}${rank}`;
     const font = context.font, start = left + 10 + context.measureText(name).width;
     context.font = `12px ${FONT}`;
-    const words = [`${state.work} ${state.kind}`.trim(), state.work, ""].find(
+    const short = `${state.work} ${state.kind}`.trim(), long = state.phase ? `${short}, ${state.phase}` : short;
+    const words = [long, short, state.work, ""].find(
       (each) => context.measureText(each).width < left + width - start - 2) ?? "";
     context.globalAlpha = 0.85;
     context.fillStyle = look.panel;

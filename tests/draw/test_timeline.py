@@ -6,6 +6,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -177,13 +178,17 @@ def test_a_rank_that_waits_says_so():
     recipe = prepare(model, plan, (2, 3, 128, 128))
     inputs = {"images": torch.rand(2, 3, 128, 128), "labels": torch.tensor([0, 1])}
 
+    both = Barrier(2)
+
     def late(training: RankTraining) -> tuple[TimelineEvent, ...]:
-        time.sleep(0.05 if training.world.rank == 0 else 0)
-        return training.step(training.cut(inputs)).events
+        images = training.cut(inputs)
+        both.wait()
+        time.sleep(0.2 if training.world.rank == 0 else 0)
+        return training.step(images).events
 
     def steps(world: LoopbackWorld) -> list[tuple[TimelineEvent, ...]]:
         training = RankTraining(world, recipe)
-        return [late(training) for _ in range(5)]
+        return [late(training) for _ in range(3)]
 
     for timeline in map(Timeline.of, zip(*run_ranks(2, steps), strict=True)):
         first = next(each for each in timeline.events if each.rank == 0 and each.kind == "compute")
