@@ -44,6 +44,15 @@ def format_seconds(seconds: float, digits: int = 3) -> str:
     return f"{format_number(seconds / units[unit], digits)} {unit}"
 
 
+def format_microns(microns: float) -> str:
+    """Format a length in micrometres, from 1,000 on in millimetres.
+
+    >>> format_microns(37.49), format_microns(500), format_microns(1250)
+    ('37.5 µm', '500 µm', '1.25 mm')
+    """
+    return f"{microns:.3g} µm" if microns < 999.5 else f"{microns / 1000:.3g} mm"
+
+
 def format_percent(share: float) -> str:
     """Format a fraction as a percentage; a small positive one is not rounded to 0%.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from engines.formatting import format_microns
 from engines.images.picture_reader import Picture
 from engines.spatial.tiles import Move, Tile, compute_moves
 from mpi4dl_nb.draw.figure import format_size
@@ -91,7 +92,7 @@ def describe_reach(reach: PictureReach, rank: int, microns_per_px: float | None)
     if not far:
         yield "Through all layers up to here it reads its own pixels of the picture only"
         return
-    microns = f" (up to {far * microns_per_px:.3g} µm)" if microns_per_px else ""
+    microns = f" (up to {format_microns(far * microns_per_px)})" if microns_per_px else ""
     parts = ", ".join(f"{px} {side}" for side, px in sides.items())
     yield f"Through all layers up to here it reads its neighbours' pixels of the picture, too: {parts}{microns}"
-    yield "Sums over the whole picture, as in norms, are not counted"
+    yield "Norms and other sums over the whole picture depend on all of it, and are left out of these numbers"

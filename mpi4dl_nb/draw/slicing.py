@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from torch import nn
 
 from engines.errors import PlanError
-from engines.formatting import describe_unknown, format_bytes
+from engines.formatting import describe_unknown, format_bytes, format_microns
 from engines.graph.model_graph import ModelGraph
 from engines.images.picture import Source, open_image
 from engines.images.picture_reader import Picture
@@ -112,7 +112,7 @@ def describe_tile(point: HaloPoint, rank: int, picture: Picture) -> list[str]:
     halo = ", ".join(f"{width} {side}" for side, width in widths.items())
     if any(widths.values()) and (microns := compute_layer_microns(picture, point.size_px)):
         far = max(width * microns[side in ("left", "right")] for side, width in widths.items())
-        halo += f" (up to {far:.3g} µm of the picture)"
+        halo += f" (up to {format_microns(far)} of the picture)"
     lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
     fill = point.get_fill(rank)
     return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which is padding"]

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 
+from engines.formatting import format_microns
 from engines.images.picture_reader import Picture, Pixels
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
@@ -108,12 +109,13 @@ def draw_scale_bar(axes: Axes, picture: Picture, size_px: tuple[int, int]) -> No
     most = axes.viewLim.width * microns_per_px / 4 * (1 + 1e-9)
     power = 10.0 ** np.floor(np.log10(most))
     length = max(digit * power for digit in (1, 2, 5) if digit * power <= most)
-    words = f"{length:g} µm" if length < 1000 else f"{length / 1000:g} mm"
     # Below the tick labels, beside the name of the axis: within the picture there are labels of tiles in all corners.
     axes.set_xlabel(axes.get_xlabel(), loc="left")
     place = {"bbox_to_anchor": (1, 0), "bbox_transform": axes.transAxes, "pad": 2.0, "borderpad": 0}
     look = {"frameon": False, "color": INK, "size_vertical": abs(axes.viewLim.height) / 200, "sep": 3}
-    axes.add_artist(AnchoredSizeBar(axes.transData, length / microns_per_px, words, "upper right", **place, **look))
+    axes.add_artist(
+        AnchoredSizeBar(axes.transData, length / microns_per_px, format_microns(length), "upper right", **place, **look)
+    )
 
 
 def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:
@@ -268,7 +270,7 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     per_row, per_col = compute_layer_microns(rasters.picture, point.size_px) or (0.0, 0.0)
 
     def format_width(px: int, microns: float) -> str:
-        return f"{px} px\n{px * microns:.3g} µm" if microns else f"{px} px"
+        return f"{px} px\n{format_microns(px * microns)}" if microns else f"{px} px"
 
     above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
     for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):

@@ -116,8 +116,9 @@ export class NetStrip {
         this.svg.append(makeSvg("text", { x: left + 3, y: 9, text }));
       }
     });
-    this.marks = this.places.map((place) => {
+    this.marks = this.places.map((place, point) => {
       const mark = makeSvg("circle", { cx: place, cy: BASE + 8, r: 3, class: "point" });
+      mark.append(makeSvg("title", { text: this.describe(point) }));
       this.svg.append(mark);
       return mark;
     });

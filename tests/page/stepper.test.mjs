@@ -69,6 +69,21 @@ test("tiles of a value have one scale, and what a rank borrows lies where its ow
   assert.deepEqual(home.slice(2), lent.slice(2));
 });
 
+test("beside values without a halo there is room for the messages from there", () => {
+  const { cells } = placeRanks(SETUP, 900, 430), meta = makeMeta();
+  for (const panel of meta.groups[0].panels) panel.held = panel.own;
+  meta.messages = OWN.map((own, target) => ({ source: 3 - target, target, tile: [14, 24, 26, 36], own }));
+  const placed = placePanels(meta, cells);
+  for (const { source, tile } of meta.messages) {
+    const [left, top, width, height] = locateTile(placed[source], tile), cell = cells[source];
+    assert.ok(left >= cell[0] && left + width <= cell[0] + cell[2]);
+    assert.ok(top >= cell[1] && top + height <= cell[1] + cell[3]);
+  }
+  meta.messages = meta.messages.map((message) => ({ ...message, tile: [30, 50, 50, 70] }));  // of another value
+  const widest = placePanels({ ...meta, messages: [] }, cells).map((place) => place.rectangle);
+  assert.deepEqual(placePanels(meta, cells).map((place) => place.rectangle), widest);
+});
+
 test("a message of a rank that shows another value starts in the middle of its cell", () => {
   const { cells } = placeRanks(SETUP, 900, 430), place = locateMessage(undefined, cells[4], [0, 0, 20, 30]);
   const [x, y] = findCentre(place), [left, top, width, height] = cells[4];
