@@ -30,6 +30,8 @@ from mpi4dl_nb.plan_benchmark import (
 )
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
+_LIKELY_SHARE = 0.5  # of the best speed predicted: the largest error seen between two kinds of plans was twofold
+
 
 @dataclass(frozen=True)
 class TuningResult:
@@ -160,6 +162,15 @@ class PlanTuner:
         return prepare(self.model, plan, self.image_shape, *own, graph=self.traces.get_graph(plan))
 
 
+def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:
+    """Return candidates, best first, in the order to measure them: the best of each kind that may be fastest go first.
+
+    Predictions of one kind of plans are wrong alike: if the best one is slower than predicted, so are the next ones.
+    """
+    likely = [each.plan for each in explanation.verdicts if each.fits and each.share >= _LIKELY_SHARE]
+    return sorted(candidates, key=lambda each: each.plan not in likely)
+
+
 def _check_steps(steps: int) -> None:
     if steps < 1:
         raise PlanError(f"steps={steps} of each plan are to be measured: use 1 or more steps.")
@@ -189,7 +200,8 @@ def tune(
     Every plan that makes sense for the ranks is predicted on the machine as calibrated. A cluster that was never
     calibrated is calibrated first, which takes up to a minute, or two if the machine is busy; on one that is too busy,
     call `cluster.calibrate(accept_noise=True)` before. Of those that fit into `rank_bytes` per rank (None: its share of
-    the machine's memory), the `top` best are trained, interleaved, for `steps` steps on random images.
+    the machine's memory), `top` are trained, interleaved, for `steps` steps on random images: the best of each kind of
+    parallelism that is predicted to be at least half as fast as the best of all, then the others, best first.
 
     `.plan` of the result is the best plan, and `.explanation` says what was measured, and what is predicted for each
     kind of parallelism; a notebook shows the result as a table with this text. Raises PlanError if no plan can run or
@@ -204,16 +216,17 @@ def tune(
     if top < 0:
         raise PlanError(f"top={top} plans are to be measured: use 0 or more plans.")
     _check_steps(steps)
-    # Predictions are cheap and rank hundreds of plans, but may be wrong by some percent: the few best are measured.
+    # Predictions are cheap and rank hundreds of plans, but may be wrong: a few good ones of all kinds are measured.
     #
-    #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── the `top` best, trained ──> best first
+    #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── `top` of them, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
     with show_counts("Predicting plans", progress) as report:
         found = tuning.find(rank_bytes, report, neutral_batch, progress)
+    ordered = order_for_measurement(found.candidates, found.explanation)
     measured: list[Candidate] = []
     if top:
         with show_counts("Measuring steps", progress) as report:
-            measured = tuning.measure(found.candidates[:top], steps, report)
-    candidates = sort_candidates([*measured, *found.candidates[top:]], neutral_batch)
+            measured = tuning.measure(ordered[:top], steps, report)
+    candidates = sort_candidates([*measured, *ordered[top:]], neutral_batch)
     explanation = replace(found.explanation, measured=describe_measurements(measured, neutral_batch))
     return replace(found, candidates=candidates, explanation=explanation)

@@ -25,12 +25,13 @@ from torch import nn
 from engines.errors import RankError
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
+from engines.predict.explain import explain
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.search import generate_plans
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.plan_benchmark import Candidate
-from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from tests.typical import typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4
@@ -203,12 +204,14 @@ def _tau(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _choice(pairs: Pairs) -> dict[str, object]:
-    """How much slower than the best of all plans the first one by prediction is, and the best of the first ones."""
-    rates = sorted(((found.images_per_s, found.images / row.median_s) for row, found in pairs), reverse=True)
-    best = max(rate for _, rate in rates)
+    """How much slower than the best of all plans the first one by prediction is, and the best that `tune` measures."""
+    rates = {row.plan: found.images / row.median_s for row, found in pairs}
+    best = max(rates.values())
+    found = sorted((each for _, each in pairs), key=lambda each: -each.images_per_s)
+    measured = order_for_measurement([*map(Candidate, found)], explain(found))[:TOP]
     return {
-        "first_of_best": round(rates[0][1] / best, 3),
-        "tuned_of_best": round(max(rate for _, rate in rates[:TOP]) / best, 3),
+        "first_of_best": round(rates[found[0].plan] / best, 3),
+        "tuned_of_best": round(max(rates[each.plan] for each in measured) / best, 3),
     }
 
 

@@ -23,7 +23,7 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
-from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
@@ -122,7 +122,9 @@ class Tuner(PageWidget):
         self.steps = make_bounded_int("steps of each", 3, 1, 50, timed, "13em")
         self.status, self.why = ipywidgets.HTML(), ipywidgets.HTML()
         self.buttons = [
-            make_button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
+            make_button(
+                "Measure the best", self.measure_best, "Train the best plans of each kind for some steps on the ranks"
+            ),
             make_button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
         ]
         for each in self.buttons:
@@ -182,8 +184,8 @@ class Tuner(PageWidget):
             self.measure_chosen()
 
     def measure_best(self) -> None:
-        """Measure the first `top` candidates on the ranks."""
-        self._measure(self.candidates[: self.top.value])
+        """Measure `top` candidates on the ranks, the best of each kind first, as `tune` does."""
+        self._measure(order_for_measurement(self.candidates, self.explanation)[: self.top.value])
 
     def measure_chosen(self) -> None:
         """Measure the selected candidate on the ranks."""

@@ -24,7 +24,7 @@ from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import describe_measurements, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points
 from mpi4dl_nb.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
-from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 from tests.sampling import EVERYTHING
@@ -109,6 +109,20 @@ def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkey
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(file))  # no folder can be made of a file
     CalibrationCache.of(2, "loopback").write(machine)
     assert CalibrationCache.of(2, "loopback").read() is None
+
+
+def test_the_best_of_each_kind_that_may_be_fastest_is_measured_first(cluster):
+    found = PlanTuner(model(), SHAPE, cluster).find(progress=False)
+    ordered = order_for_measurement(found.candidates, found.explanation)
+    assert ordered[0].plan == found.plan
+    assert sorted(map(id, ordered)) == sorted(map(id, found.candidates))
+    likely = {each.kind: each.plan for each in found.explanation.verdicts if each.fits and each.share >= 0.5}
+    first, others = ordered[: len(likely)], ordered[len(likely) :]
+    assert {classify_plan(each.plan): each.plan for each in first} == likely
+    for part in (first, others):
+        speeds = [each.forecast.images_per_s for each in part]
+        assert speeds == sorted(speeds, reverse=True)
+    assert len(likely) > 1
 
 
 def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
@@ -259,7 +273,7 @@ def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
 
 def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):
     tuner = Tuner(model(), SHAPE, cluster, progress=False)
-    first, second = tuner.candidates[:2]
+    first, second = order_for_measurement(tuner.candidates, tuner.explanation)[:2]
     whole = tuner.tuning.make_recipe
 
     def failing(plan):
