@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -19,7 +20,7 @@ from engines.predict.machine_checks import Noise
 from engines.program.compile import compile_plan
 from engines.program.program import Program, count_traffic
 from mpi4dl_nb import Cluster, Training, forecast, tune
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.calibrate_cluster import CalibrationCache, warn_of_gpus
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import describe_measurements, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points
@@ -314,3 +315,18 @@ def test_a_plan_whose_bytes_were_not_counted_has_a_figure():
     assert candidate.peak_bytes is None
     assert candidate._repr_html_()
     assert show_tuning([candidate]).alt
+
+
+def test_a_calibrated_cluster_forecasts_after_it_was_stopped():
+    with Cluster(2, backend="loopback") as started:
+        started.calibrate(quick=True, accept_noise=True, progress=False)
+        training = Training(model(), Plan(split_size=2, spatial_size=0), started, SHAPE)
+        found = training.forecast()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert training.forecast() == found
+
+
+def test_a_forecast_of_ranks_on_gpus_is_warned_of():
+    with pytest.warns(UserWarning, match="The ranks compute on NVIDIA X, but calibrate"):
+        warn_of_gpus(lambda function, device: ["NVIDIA X", ""], "auto")
