@@ -56,12 +56,15 @@ _CONTROLLER = [
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
-# On a busy machine the hub may be slow to answer an engine's first message.
-_ENGINES = ["--IPEngine.log_level=30", "--IPEngine.max_heartbeat_misses=233", "--IPEngine.timeout=300"]
-# A kernel lets SIGINT raise KeyboardInterrupt while it handles any message. Outside of `rank_server.run`, which handles
-# the signal itself, that would lose a reply, or end the process.
-_HOOKS = "get_ipython().kernel.pre_handler_hook = get_ipython().kernel.post_handler_hook = lambda: None"
-_ENGINES.append(f"--IPEngine.startup_command={_HOOKS}")
+# Around each message a kernel lets SIGINT raise KeyboardInterrupt. Outside of `rank_server.run`, which handles the
+# signal itself, that would lose a reply, or end the process.
+_WITHOUT_HOOKS = "get_ipython().kernel.pre_handler_hook = get_ipython().kernel.post_handler_hook = lambda: None"
+_ENGINES = [
+    "--IPEngine.log_level=30",
+    "--IPEngine.max_heartbeat_misses=233",
+    "--IPEngine.timeout=300",  # on a busy machine the hub may be slow to answer an engine's first message
+    f"--IPEngine.startup_command={_WITHOUT_HOOKS}",
+]
 
 # Failures are reported once, by our errors, and not by the launchers as well.
 _LOG = logging.getLogger(__name__)
