@@ -30,7 +30,7 @@ from mpi4dl_nb.plan_benchmark import (
 )
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
-_LIKELY_SHARE = 0.5  # of the best speed predicted: the largest error seen between two kinds of plans was twofold
+_LIKELY_SHARE = 0.5  # of the best predicted speed: some predictions were twice the measured speed
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class PlanTuner:
 def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:
     """Return candidates, best first, in the order to measure them: the best of each kind that may be fastest go first.
 
-    Predictions of one kind of plans are wrong alike: if the best one is slower than predicted, so are the next ones.
+    The errors of predictions are similar within a kind: if its best plan is slower than predicted, so are the others.
     """
     likely = [each.plan for each in explanation.verdicts if each.fits and each.share >= _LIKELY_SHARE]
     return sorted(candidates, key=lambda each: each.plan not in likely)

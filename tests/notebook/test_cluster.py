@@ -240,14 +240,15 @@ def test_an_interrupt_between_the_messages_of_a_call_leaves_no_work_behind(clust
     assert sent[0].done()
 
 
+@over_mpi
 def test_outside_calls_a_rank_ignores_interrupts(cluster):
-    """ipykernel raises KeyboardInterrupt while it handles a message: between that and the call, it ended the rank."""
-    if cluster.backend == "mpi":
-        cluster.call(lambda host: None)
-        found = [view.apply_sync(signal.getsignal, signal.SIGINT) for view in cluster._ranks._views]
-        assert found == [signal.SIG_IGN] * N
+    """ipykernel lets SIGINT raise KeyboardInterrupt while it handles a message, which could end the rank."""
+    cluster.call(lambda host: None)
+    found = [view.apply_sync(signal.getsignal, signal.SIGINT) for view in cluster._ranks._views]
+    assert found == [signal.SIG_IGN] * N
 
 
+@over_mpi
 def test_an_interrupt_during_a_finaliser_is_not_lost(cluster, capfd):
     def waits(host):
         class Slow:
