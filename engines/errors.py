@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from os import PathLike
@@ -23,17 +24,27 @@ class Mpi4dlError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return the text for a notebook (IPython calls this): the user's own lines, the message and its notes.
 
-        `__traceback__` stays complete.
+        The user's own are the lines of the cell and of modules that are not installed, such as the layer that fails
+        while PyTorch traces it. `__traceback__` and `__cause__` stay complete, and a note says how to read them.
         """
-        ours = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("engines", "mpi4dl_nb"))
-        notebook = [f"{os.sep}{package}{os.sep}" for package in ("IPython", "ipykernel")]
-        frames = [
-            frame
-            for frame in traceback.extract_tb(self.__traceback__)
-            if not frame.filename.startswith(ours) and not any(part in frame.filename for part in notebook)
-        ]
-        name = type(self).__name__
-        return ["".join(traceback.format_list(frames)), f"{name}: {self}", *getattr(self, "__notes__", ())]
+        frames = [frame for error in iterate_causes(self) for frame in traceback.extract_tb(error.__traceback__)]
+        # An error and its causes have the outer frames in common: each line is listed once.
+        lines = {(frame.filename, frame.lineno): frame for frame in frames if _is_users(frame.filename)}
+        hides = any(f"{os.sep}torch{os.sep}" in frame.filename for frame in frames)
+        notes = [*getattr(self, "__notes__", ()), *([_WHERE_ALL_IS] if hides else ())]
+        return ["".join(traceback.format_list(list(lines.values()))), f"{type(self).__name__}: {self}", *notes]
+
+
+_WHERE_ALL_IS = "The traceback of PyTorch is hidden: import sys, traceback; traceback.print_exception(sys.last_value)"
+_OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("engines", "mpi4dl_nb"))
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+def _is_users(filename: str) -> bool:
+    """Return whether a frame is in a cell, or in a file that is neither ours nor installed."""
+    installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
+    generated = filename.startswith("<") and not filename.startswith("<ipython")
+    return not (installed or generated or filename.startswith((*_OURS, _PYTHON)))
 
 
 class PlanError(Mpi4dlError, ValueError):
@@ -46,6 +57,10 @@ class PlanError(Mpi4dlError, ValueError):
     ...     print(str(error).partition(". ")[2])
     Use spatial_size <= 2, or a larger split_size.
     """
+
+
+class LostTrainingError(PlanError):
+    """The ranks do not hold the training, or some of them have done another number of its steps."""
 
 
 class TraceError(Mpi4dlError):

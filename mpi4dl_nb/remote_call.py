@@ -17,6 +17,7 @@ from engines.errors import (
     DamagedError,
     ImageError,
     LossError,
+    LostTrainingError,
     Mpi4dlError,
     PlanError,
     RankError,
@@ -104,8 +105,14 @@ _OUTPUT_S = 10.0  # output of ranks may arrive this much later than their replie
 
 _DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
-_KINDS = CheckpointError, DamagedError, ImageError, LossError, PlanError, RankError, TraceError, UnreadableError
-_TYPED = {kind.__name__: kind for kind in _KINDS}
+_TYPED = {
+    kind.__name__: kind
+    for kind in (
+        *(CheckpointError, DamagedError, ImageError, LossError, LostTrainingError),
+        *(PlanError, RankError, TraceError, UnreadableError),
+    )
+}
+"""The errors that keep their type. They are raised on purpose and say everything: their traceback is no help."""
 
 
 class Ranks(Protocol):
@@ -325,7 +332,7 @@ def _make_error(rank: int, failure: Failure, more: str) -> Mpi4dlError:
     name = "" if failure.kind in (*_TYPED, _DEATH.kind, _SILENCE.kind) else f"{failure.kind}: "
     error = kind(f"Rank {rank}: {name}{failure.message}{more}")
     error.rank, error.remote_traceback = rank, failure.format_traceback()
-    if error.remote_traceback:
+    if error.remote_traceback and failure.kind not in _TYPED:
         where = f", in {failure.where}" if failure.where else ""
         error.add_note(f"\nOn rank {rank}{where}:\n{error.remote_traceback}")
     return error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from engines.comm.device import choose_autocast_type
 from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
 from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
+from engines.graph.model_inputs import check_forward, check_image_shape, describe_value, format_packing
 from engines.graph.model_state import ModelState
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
@@ -52,16 +52,8 @@ class TraceCache:
 
     def __post_init__(self) -> None:
         check_modules(self.model, self.loss)
-        try:
-            shape = tuple(map(index, self.image_shape))
-        except TypeError:  # no sequence, or one of other numbers
-            shape = ()
-        if len(shape) != 4 or min(shape) < 1:
-            raise ImageError(
-                f"image_shape={self.image_shape!r} must be (N, C, H, W), four positive whole numbers, such as "
-                "(4, 3, 256, 256)."
-            )
-        object.__setattr__(self, "image_shape", shape)
+        object.__setattr__(self, "image_shape", check_image_shape(self.image_shape))
+        check_forward(self.model)
         labels = self.labels
         if isinstance(labels, Tensor):
             labels = make_tensor_spec(labels)
@@ -69,8 +61,9 @@ class TraceCache:
             labels = TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
         elif labels is not None:
             raise ImageError(
-                f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
+                f"labels is {describe_value(labels)}, but must be an example tensor of the labels of a batch, such as "
                 "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
+                f"{format_packing(labels)}"
             )
         object.__setattr__(self, "labels", labels)
 

@@ -218,10 +218,12 @@ def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
         )
     # A picture's bytes could be cast without an error; that they are not scaled would only show as poor learning.
     if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
+        scaled = "images.float() / 127.5 - 1, as images of files are given"
+        if tensor.dtype not in (torch.uint8, torch.bool):
+            scaled = f"images.float() / {torch.iinfo(tensor.dtype).max} (or by the largest number that yours can have)"
         raise ImageError(
             f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
-            "them. Give images.float() / 127.5 - 1, as images of files are given, or images.float() for the numbers "
-            "as they are."
+            f"them. Give {scaled}, or images.float() for the numbers as they are."
         )
     made = tensor.detach().to(getattr(torch, spec.dtype))
     # A whole number beyond the narrower type would wrap around in silence: -1 becomes 255 of uint8.

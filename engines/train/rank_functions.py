@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.comm.device import choose_device, has_own_memory
 from engines.comm.rank_server import RankServer, allow_during_step
 from engines.comm.streams import wait_for_device
-from engines.errors import PlanError
+from engines.errors import LostTrainingError, PlanError
 from engines.graph.labels import NonFiniteCause
 from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import LabelledImages
@@ -44,18 +44,20 @@ from engines.train.verify import record_rank_run
 
 
 def get_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
-    """Return a rank's training by name. Raises PlanError if there is none, or if it has not done exactly `steps` steps.
+    """Return a rank's training by name.
+
+    Raises LostTrainingError if there is none, or if it has not done exactly `steps` steps.
 
     If a step fails during the update, some ranks may have changed their weights and others not.
     """
     if name not in host.trainings:
-        raise PlanError(
+        raise LostTrainingError(
             "The ranks do not hold this training any more: it was closed, or the ranks were restarted. Call load() "
             "with a checkpoint of it, or make a new Training."
         )
     found = host.trainings[name]
     if steps not in (None, found.updates):
-        raise PlanError(
+        raise LostTrainingError(
             f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
             + ("has loaded a part of them" if found.updates < 0 else f"has done so {found.updates} times")
             + ". Load a checkpoint, or make a new Training."

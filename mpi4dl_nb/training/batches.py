@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 from engines.graph.labels import find_label_specs
+from engines.graph.model_inputs import describe_value, format_packing
 from engines.images.dataset import cast_numbers
 from engines.plan import Plan
 from engines.train.recipe import Recipe
@@ -75,22 +76,22 @@ def _to_tensor(name: str, given: Any) -> Tensor:
     try:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = f"a {type(given).__name__}"
+        remedy = "Give a tensor or an array of numbers."
         if given is None:
-            kind, remedy = "None", "A step takes images and their labels, and the loss both a prediction and labels"
+            remedy = "A step takes images and their labels, and the loss both a prediction and labels."
+        elif name == "labels" and (packing := format_packing(given)):
+            remedy = packing.strip()
         elif isinstance(given, Mapping):
-            remedy = f"Give the tensor in it, such as batch[{next(iter(given), name)!r}]"
-            kind = f"{kind} of {', '.join(map(repr, given))}"
+            remedy = f"Give the tensor in it, such as batch[{next(iter(given), name)!r}]."
         elif isinstance(given, str | PathLike):
-            remedy = "Files are read by folder_images and table_images, for fit, and by open_image"
+            remedy = "Files are read by folder_images and table_images, for fit, and by open_image."
         elif isinstance(given, list | tuple) and any(isinstance(each, Tensor) for each in given):
-            kind, remedy = (
-                f"{kind} of {len(given)} tensors",
-                f"Make one of them: torch.stack({name}) or torch.cat({name})",
+            remedy = f"Make one of them: torch.stack({name}) or torch.cat({name})" + (
+                "; several images of one sample are channels of one image: torch.cat(images, 1)."
+                if name == "images"
+                else "."
             )
-        else:
-            remedy = "Give a tensor or an array of numbers"
-        raise ImageError(f"{name} are {kind}, and no tensor ({error}). {remedy}.") from error
+        raise ImageError(f"{name} are {describe_value(given)}, and no tensor. {remedy}") from error
 
 
 # The numbers of images in batches, as far as they are known before the first step.
@@ -123,6 +124,11 @@ def count_images(batch: Any) -> int:
             raise ValueError(f"its keys are {keys}. Make pairs: ((batch[...], batch[...]) for batch in data)")
         if isinstance(batch, Tensor | str):
             raise ValueError("put images and their labels into a tuple; of a single batch, fit([(images, labels)])")
+        if isinstance(batch, tuple | list) and len(batch) > 2:
+            raise ValueError(
+                f"of {len(batch)} values. Several images of one sample are channels of one: "
+                "((torch.cat([a, b], 1), labels) for a, b, labels in data); leave out what the loss does not take"
+            )
         images, _ = batch
         return len(images)
     except (TypeError, ValueError) as error:

@@ -183,7 +183,7 @@ class ImageLoop:
             return self._step()
 
     def _step(self) -> StepResult | None:
-        with self.training.explain_loss():
+        with self.training.explain_failure():
             answers = self.training.cluster.call(rank_functions.step_loop, self.training.name, self.training.steps)
         # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
         if isinstance(answers[0].stats, NotReady):

@@ -90,7 +90,8 @@ def _begin_prediction(
     cluster, name = training.cluster, uuid.uuid4().hex
     with cluster.turn:
         try:
-            answers = cluster.call(begin, training.name, training.steps, name, *args)
+            with training.explain_failure():
+                answers = cluster.call(begin, training.name, training.steps, name, *args)
             yield answers, partial(cluster.call, rank_functions.call_prediction, name)
         finally:
             with suppress(Mpi4dlError):

@@ -91,7 +91,8 @@ class StepDebugger(FactTable):
         self.number, self.loss = uuid.uuid4().hex, None
         parts = [(inputs,) for inputs in self._inputs]
         begin = rank_functions.begin_debug_step, self.training.name, self.training.steps, self.images, self.number
-        standings = self.training.cluster.call(*begin, per_rank=parts)
+        with self.training.explain_failure():
+            standings = self.training.cluster.call(*begin, per_rank=parts)
         self._update_event(tuple(0 for _ in parts), 0, standings)
 
     # ---- executing

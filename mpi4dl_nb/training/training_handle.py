@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engines.errors import LossError, RankError, make_absolute
+from engines.errors import LossError, LostTrainingError, RankError, make_absolute
 from engines.formatting import format_bytes, format_html_table
 from engines.graph.labels import format_causes
 from engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
@@ -41,7 +41,7 @@ from mpi4dl_nb.training.batches import check_order, prepare_batch
 
 _FOR_LOOPS = {
     "check_unchanged",
-    "explain_loss",
+    "explain_failure",
     "feed_state",
     "is_whole",
     "make_ready",
@@ -94,6 +94,7 @@ class TrainingHandle:
         self.steps = 0
         self.reports: list[StepReport] = []
         self.reported = self.recipe
+        self.saved: Path | None = None  # the last checkpoint that was written or loaded
         self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
         # A cell that runs again makes another training, with which the ranks free the old one if nothing refers to it.
         weakref.finalize(self, cluster.freed.append, self.name).atexit = False
@@ -141,7 +142,7 @@ class TrainingHandle:
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
-        with self.cluster.turn, self.explain_loss():
+        with self.cluster.turn, self.explain_failure():
             answers = self.cluster.call(
                 rank_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
             )
@@ -149,8 +150,12 @@ class TrainingHandle:
         return [stats for _, stats in answers]
 
     @contextmanager
-    def explain_loss(self) -> Iterator[None]:
-        """Raise a LossError from this context with the causes that the ranks find in images, labels and weights."""
+    def explain_failure(self) -> Iterator[None]:
+        """Raise the errors of this context with what is known of them.
+
+        That is the cause of a LossError, which the ranks find in images, labels and weights, and if the ranks have lost
+        the training, the call that continues from its last checkpoint.
+        """
         try:
             yield
         except LossError as error:
@@ -159,6 +164,11 @@ class TrainingHandle:
                 words = format_causes(dict(enumerate(self.cluster.call(rank_functions.find_causes, self.name))))
             if words:
                 raise error.with_cause(words) from None
+            raise
+        except (RankError, LostTrainingError) as error:
+            if self.saved and (self.cluster.dead or isinstance(error, LostTrainingError)):
+                first = "After heal() on the cluster, c" if self.cluster.dead else "C"
+                error.add_note(f"{first}ontinue from the last checkpoint: training.load({str(self.saved)!r})")
             raise
 
     def make_ready(self, images: int) -> None:
@@ -198,7 +208,7 @@ class TrainingHandle:
         return collect_state_dict(self.recipe, self._get_tensors(), "loss")
 
     def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:
-        with self.cluster.turn:
+        with self.cluster.turn, self.explain_failure():
             return self.cluster.call(rank_functions.get_tensors, self.name, self.steps)
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
@@ -209,8 +219,10 @@ class TrainingHandle:
         then, and earlier checkpoints are unchanged.
         """
         folder = make_absolute(folder)
-        with self.cluster.turn:
-            return self.cluster.call(rank_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
+        with self.cluster.turn, self.explain_failure():
+            state = self.feed_state, keep, self.steps
+            self.saved = self.cluster.call(rank_functions.save, self.name, folder, *state)[0]
+        return self.saved
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
         """Resume from a checkpoint, or from the newest whole one in a folder, and return its number of steps.
@@ -236,7 +248,7 @@ class TrainingHandle:
                 self._create()
                 self.feed_state, self.steps = None, 0
             self.cluster.call(rank_functions.load, self.name, found.path)
-            self.feed_state, self.steps = found.feed, found.step
+            self.feed_state, self.steps, self.saved = found.feed, found.step, found.path
         return found.step
 
     def close(self) -> None:

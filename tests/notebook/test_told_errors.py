@@ -51,3 +51,63 @@ def test_all_of_it_is_still_there():
     with pytest.raises(RuntimeError) as caught:
         Cluster(3, backend="loopback").call(print)
     assert any("mpi4dl_nb" in str(entry.path) for entry in caught.traceback)
+
+
+TRACED = """
+import torch
+from mpi4dl_nb import Plan, forecast
+
+class Chooses(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, images):
+        return {line}
+
+forecast(torch.nn.Sequential(Chooses()), Plan(split_size=1), (1, 3, 32, 32), "Summit")
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.first(images) if images.sum() > 0 else images",
+        "self.first(images[:, :2])",
+        "torch.cat([images, images[1:]], 1)",
+    ],
+)
+def test_of_a_trace_the_users_own_lines_are_shown_and_not_those_of_pytorch(shell, capsys, line):
+    shell.run_cell(TRACED.format(line=line))
+    shown = capsys.readouterr().out
+    assert "forecast(torch.nn.Sequential(Chooses())" in shown
+    assert f"return {line}" in shown, "the layer that fails"
+    assert "site-packages" not in shown
+    assert "contextlib" not in shown
+    assert len(shown.splitlines()) < 14
+    *_, note = shown.strip().splitlines()
+    assert note.startswith("The traceback of PyTorch is hidden: ")
+    # What the note says gives all of it.
+    shell.run_cell(note.partition(": ")[2])
+    complete = capsys.readouterr()
+    assert (complete.out + complete.err).count("site-packages") > 5
+
+
+def test_a_plan_that_is_wrong_has_no_note_of_pytorch(shell, capsys):
+    shell.run_cell("from mpi4dl_nb import Plan\nPlan(split_size=0)")
+    shown = capsys.readouterr().out.strip()
+    assert shown.endswith("PlanError: split_size=0 must be a whole number of at least 1.")
+    assert len(shown.splitlines()) < 5
+
+
+def test_an_error_that_ranks_raise_on_purpose_has_no_traceback_of_theirs(shell, capsys):
+    shell.run_cell(
+        "from mpi4dl_nb import Cluster, ImageError\n"
+        "def refuse(host):\n"
+        "    raise ImageError('no such image')\n"
+        "with Cluster(2, backend='loopback') as cluster:\n"
+        "    cluster.call(refuse)"
+    )
+    shown = capsys.readouterr().out.strip()
+    assert shown.endswith("ImageError: Rank 0: no such image (And so on ranks 1.)")
+    assert "On rank" not in shown

@@ -1,0 +1,141 @@
+"""What ranks give to a model and its loss: one tensor of images (N, C, H, W), and one of labels.
+
+The errors for anything else contain the code that makes it so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from inspect import Parameter
+from operator import index
+
+from torch import Tensor, nn
+
+from engines.errors import ImageError, TraceError
+
+_MOST = 12  # keys of a dict that a message lists
+_LABELS = {"y", "gt", "label", "labels", "target", "targets", "mask", "masks", "truth", "ground_truth"}
+"""Names under which models take labels; any other argument of forward counts as images."""
+
+
+def check_image_shape(image_shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return an image shape as (N, C, H, W). Raises ImageError for another one, with the way on for a volume.
+
+    >>> check_image_shape([2, 3, 64, 96])
+    (2, 3, 64, 96)
+    """
+    try:
+        shape = tuple(map(index, image_shape))
+    except TypeError:  # no sequence, or one of other numbers
+        shape = ()
+    if len(shape) == 4 and min(shape) > 0:
+        batch, channels, rows, cols = shape
+        return batch, channels, rows, cols
+    message = (
+        f"image_shape={image_shape!r} must be (N, C, H, W), four positive whole numbers, such as (4, 3, 256, 256)."
+    )
+    # A view of the channels is all that it takes: layers in stages never look at the axes of an image.
+    if len(shape) == 5 and min(shape) > 0:
+        batch, channels, planes, rows, cols = shape
+        message += (
+            " A volume (N, C, D, H, W) trains under a plan of layers, such as Plan(split_size=2, spatial_size=0), if "
+            "its planes are channels: give volumes.flatten(1, 2) and "
+            f"image_shape={(batch, channels * planes, rows, cols)}, and as the model Around(model):\n"
+            + _format_wrap(f"images.unflatten(1, {(channels, planes)})")
+        )
+    if len(shape) == 3 and min(shape) > 0:
+        message += (
+            " Signals (N, C, L) are images of one row: give signals[:, :, None] and "
+            f"image_shape={(*shape[:2], 1, shape[2])}, and as the model Around(model):\n"
+            + _format_wrap("images[:, :, 0]")
+        )
+    raise ImageError(message)
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raise TraceError if forward needs something else than one batch of images: labels, or several images."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a function of C has no signature
+        return
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
+        return
+    needed = [
+        each.name for each in parameters if each.default is Parameter.empty and each.kind is not Parameter.VAR_KEYWORD
+    ]
+    if len(needed) == 1 or (not needed and parameters):
+        return
+    name = type(model).__name__
+    takes = f"The forward of {name} takes {', '.join(needed) or 'no argument'}, but ranks call model(images)"
+    if not needed:
+        raise TraceError(f"{takes}. Let it take the images.")
+    images = [argument for argument in needed if argument.lower() not in _LABELS] or needed[:1]
+    if len(images) < len(needed):
+        labels = next(argument for argument in needed if argument not in images)
+        raise TraceError(
+            f"{takes} and then loss(prediction, labels). Give {labels} to the loss alone, Training(..., loss=...), and "
+            f"as the model Around(model), which predicts without {labels}:\n"
+            + _format_wrap(", ".join("images" if each in images else "None" for each in needed))
+        )
+    raise TraceError(
+        f"{takes}, one tensor. If all of them are images, stack them along their channels, "
+        f"torch.cat([{', '.join(needed)}], 1), and give Around(model), which parts them again:\n"
+        + _format_wrap(f"*images.chunk({len(needed)}, dim=1)")
+    )
+
+
+def _format_wrap(arguments: str) -> str:
+    """Return the source of a module that calls another one with other arguments."""
+    return (
+        "class Around(torch.nn.Module):\n"
+        "    def __init__(self, model): super().__init__(); self.model = model\n"
+        f"    def forward(self, images): return self.model({arguments})"
+    )
+
+
+# Images and labels that are no single tensor.
+
+
+def describe_value(value: object) -> str:
+    """Describe images or labels by kind, keys and shapes, without their numbers.
+
+    >>> describe_value({"kinds": [1, 2]})
+    "a dict of 'kinds' a list"
+    """
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        entries = [
+            f"{key!r} {describe_value(item) if isinstance(item, Tensor) else f'a {type(item).__name__}'}"
+            for key, item in value.items()
+        ]
+        return (
+            f"{kind} of {', '.join(entries[:_MOST])}{', ...' * (len(entries) > _MOST)}"
+            if entries
+            else f"{kind} without entries"
+        )
+    if isinstance(value, list | tuple):
+        return f"{kind} of {len(value)} {'tensors' if all(isinstance(item, Tensor) for item in value) else 'values'}"
+    return "None" if value is None else kind
+
+
+def format_packing(labels: object) -> str:
+    """Return how a dict of label tensors becomes one tensor, which the loss takes apart; empty for other labels."""
+    if not isinstance(labels, Mapping) or not labels:
+        return ""
+    parts = list(labels.items())
+    if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(parts[0][1]) for _, part in parts):
+        return ""
+    start, unpacked = 0, []
+    for key, part in parts:
+        width = math.prod(part.shape[1:])
+        whole = "" if part.is_floating_point() else f".to({part.dtype})"
+        unpacked.append(f"{key!r}: y[:, {start}:{start + width}].reshape({(-1, *part.shape[1:])}){whole}")
+        start += width
+    return (
+        " Pack them into one tensor, torch.cat([part.reshape(len(part), -1) for part in labels.values()], 1), which "
+        f"the loss takes apart: loss=lambda prediction, y: your_loss(prediction, {{{', '.join(unpacked)}}})."
+    )
