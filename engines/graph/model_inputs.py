@@ -86,6 +86,15 @@ def check_forward(model: nn.Module) -> None:
     )
 
 
+def check_layer_names(model: nn.Module) -> None:
+    """Raise TraceError for a layer whose name is no text: half of a surrogate pair cannot be sent, stored or drawn."""
+    for name, _ in model.named_modules():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise TraceError(f"The name of the layer {name!a} is no text ({error.reason}). Rename the layer.") from None
+
+
 def _format_wrap(arguments: str) -> str:
     """Return the source of a module that calls another one with other arguments."""
     return (

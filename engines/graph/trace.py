@@ -32,7 +32,13 @@ from engines.graph.traceability import (
     make_fake_tensor,
     make_traceable,
 )
-from engines.graph.watch_forward import ONE_AT_A_TIME, TraceAbortedError, silence_exporter, watch_forward
+from engines.graph.watch_forward import (
+    ONE_AT_A_TIME,
+    TraceAbortedError,
+    quote_layer_names,
+    silence_exporter,
+    watch_forward,
+)
 from engines.plan import HALF
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
@@ -234,7 +240,13 @@ def _translate_errors(
     try:
         # A compiled model is traced as written: its kernels would read memory that fake tensors do not have.
         # The graph has its own casts, by the plan's precision: those of a caller's `torch.autocast` would come twice.
-        with ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"), _without_autocast():
+        with (
+            ONE_AT_A_TIME,
+            silence_exporter(),
+            quote_layer_names(),
+            torch.compiler.set_stance("force_eager"),
+            _without_autocast(),
+        ):
             yield
     except TraceError:
         raise

@@ -12,7 +12,13 @@ from engines.comm.device import choose_autocast_type
 from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
 from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
-from engines.graph.model_inputs import check_forward, check_image_shape, describe_value, format_packing
+from engines.graph.model_inputs import (
+    check_forward,
+    check_image_shape,
+    check_layer_names,
+    describe_value,
+    format_packing,
+)
 from engines.graph.model_state import ModelState
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
@@ -53,6 +59,7 @@ class TraceCache:
     def __post_init__(self) -> None:
         check_modules(self.model, self.loss)
         object.__setattr__(self, "image_shape", check_image_shape(self.image_shape))
+        check_layer_names(self.model)
         check_forward(self.model)
         labels = self.labels
         if isinstance(labels, Tensor):

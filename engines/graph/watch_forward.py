@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -165,6 +166,28 @@ def watch_forward(module: nn.Module, constants: ConstantPropagationMode) -> Iter
             yield
     except Exception as error:
         raise TraceAbortedError(error) from error
+
+
+@contextmanager
+def quote_layer_names() -> Iterator[None]:
+    """Within the context, PyTorch writes code for graphs whose layers have any name, such as "class".
+
+    A graph's code is never run here, but PyTorch compiles it, and writes names into it as they are.
+    """
+
+    def format_target(base: str, target: str) -> str:
+        for name in target.split("."):
+            plain = name.isidentifier() and not iskeyword(name)
+            base = f"{base}.{name}" if plain else f"getattr({base}, {name!a})"
+        return base
+
+    module = torch.fx.graph
+    original = module._format_target
+    module._format_target = format_target
+    try:
+        yield
+    finally:
+        module._format_target = original
 
 
 @contextmanager

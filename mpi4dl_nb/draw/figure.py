@@ -12,12 +12,13 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axes._secondary_axes import SecondaryAxis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
+
+from mpi4dl_nb.draw.plain_text import PlainCanvas, is_mathematics
 
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
 TILE_COLOURS = (BLUE, ORANGE, "#007d5a", "#a3338a")
@@ -43,8 +44,15 @@ class Drawing(Figure):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        FigureCanvasAgg(self)
+        PlainCanvas(self)
         self.alt = ""
+
+    def draw(self, renderer: Any) -> None:
+        """Draw the figure; canvases of other formats, such as PDF, find no formulas in its names either."""
+        for text in self.findobj(Text):
+            if "$" in text.get_text() and not is_mathematics(text.get_text()):
+                text.set_parse_math(False)
+        super().draw(renderer)
 
     def freeze_layout(self) -> None:
         """Run the layout and fix it, so that the room for labels can be measured."""

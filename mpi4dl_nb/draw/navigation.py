@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,6 +18,8 @@ from mpi4dl_nb.draw.halo_points import HaloPoint
 WHOLE_PX, REGION_PX = 1200, 800  # longer side as read; more than a screen shows
 EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
 KEPT = 16  # cached regions
+Pixel = tuple[int, int]
+"""Row and column."""
 TILE_PX = 256  # as in page/pyramid.js
 QUALITY = 88  # of JPEG, for levels whose pixels are means anyway
 
@@ -95,11 +99,61 @@ def encode_pixels(pixels: Pixels, exact: bool = False) -> bytes:
     return buffer.getvalue()
 
 
+# What a page may ask for and set: a page may send anything.
+
+MOST_TILES = 4096  # of one request; a screen of 8K pixels shows half of them
+
+
+def are_tiles(places: object, picture: Picture) -> bool:
+    """Return whether these are tiles of the picture's pyramid: [level, row, column] each.
+
+    >>> import numpy as np
+    >>> from engines.images.picture import open_image
+    >>> picture = open_image(np.zeros((600, 1000, 3), np.uint8))
+    >>> are_tiles([[0, 2, 3], [2, 0, 0]], picture), are_tiles([[0, 3, 0]], picture), are_tiles([[9, 0, 0]], picture)
+    (True, False, False)
+    """
+    if not isinstance(places, list) or len(places) > MOST_TILES:
+        return False
+    sides, levels = picture.shape(), range(count_levels(picture))
+    for place in places:
+        if (
+            not _are_integers(place, 3) or place[0] not in levels
+        ):  # a level is a power of two: checked before it is used
+            return False
+        level, *at = place
+        if not all(index >= 0 and index * (TILE_PX << level) < px for index, px in zip(at, sides, strict=True)):
+            return False
+    return True
+
+
+def is_view(place: object, size_px: Pixel) -> bool:
+    """Return whether this is a view of a picture: the row and column of its middle, and its side.
+
+    A view may reach beyond the picture, but not farther than the picture is long.
+
+    >>> is_view([50, -3, 20], (100, 200)), is_view([50, 10**9, 20], (100, 200)), is_view([50], (100, 200))
+    (True, False, False)
+    """
+    if not _are_integers(place, 3):
+        return False
+    *middle, side = place
+    most = max(size_px)
+    return 1 <= side <= 4 * most and all(-most <= at <= px + most for at, px in zip(middle, size_px, strict=True))
+
+
+def is_picked(pixels: object, layer: Mapping[str, Any]) -> bool:
+    """Return whether this is a pixel of what a layer reads, and one of its output; `layer` are its facts."""
+    sizes = [layer[name] for name in ("rows", "columns", "out_rows", "out_columns")]
+    # An output without rows and columns has none to choose: the page sends zeros.
+    return _are_integers(pixels, 4) and all(0 <= at < max(1, px) for at, px in zip(pixels, sizes, strict=True))
+
+
+def _are_integers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(type(value) is int for value in values)
+
+
 # Places: pixels of layers of different sizes, tiles that own them, seams where tiles borrow.
-
-
-Pixel = tuple[int, int]
-"""Row and column."""
 
 
 def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:

@@ -17,6 +17,7 @@ from engines.formatting import format_bytes
 from engines.program.exchange_runner import ReceivedMessage
 from engines.spatial.layout import Layout
 from mpi4dl_nb.draw.figure import format_ranks
+from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.stepper import (
     DONE,
     MAPS,
@@ -102,7 +103,7 @@ def pack_frame(view: StepView, step: str) -> StepFrame:
         "messages": [_pack_message(transfer, landed, values) for transfer, landed in view.landed],
         "sums": list(_list_sums(event)),
     }
-    return StepFrame(meta, b"".join(values.parts))
+    return StepFrame(cut_words(meta), b"".join(values.parts))
 
 
 def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:

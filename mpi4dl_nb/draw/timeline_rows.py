@@ -10,6 +10,7 @@ import numpy as np
 
 from engines.plan import Plan
 from engines.program.timeline import WORK, Timeline, TimeShares, compute_time_shares
+from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
 from mpi4dl_nb.draw.timeline import (
     FORWARD,
@@ -91,7 +92,7 @@ def make_timeline_rows(
         "rows": _describe_rows(labels["measured"], timeline.time_shares),
         "shares": _describe_shares(timeline),
     }
-    return TimelineRows(words, _pack_columns(times, "<f8"), _pack_columns(codes, "<i4"))
+    return TimelineRows(cut_words(words), _pack_columns(times, "<f8"), _pack_columns(codes, "<i4"))
 
 
 def _pack_columns(rows: Iterable[tuple[float, ...]], kind: str) -> bytes:

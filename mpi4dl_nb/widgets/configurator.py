@@ -26,7 +26,14 @@ from engines.train.recipe import sgd
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.draw.plan_picture import PlanShape, count_plan, describe_load_groups, measure_gauges, resize_shape
+from mpi4dl_nb.draw.plan_picture import (
+    MOST_BLOCKS,
+    PlanShape,
+    count_plan,
+    describe_load_groups,
+    measure_gauges,
+    resize_shape,
+)
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
 from mpi4dl_nb.widgets.figure_widget import StillFigure
@@ -208,6 +215,11 @@ class Configurator(StillFigure, ipywidgets.VBox):
             shape = resize_shape(self._first.traces.image_shape, self.image_px.value, self.batch.value)
             planning = self._first.with_shape(shape)
             plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
+            if plan.ranks > MOST_BLOCKS:
+                raise PlanError(
+                    f"{plan.summary} has {plan.ranks:,} ranks, and a page shows at most {MOST_BLOCKS:,}. Choose fewer "
+                    "tiles, stages or replicas; forecast() predicts larger plans."
+                )
             shown = number, plan.summary, count_plan(plan, planning.traces.image_shape)
             self._resolve_machine()
             if planning.has_compiled(plan):

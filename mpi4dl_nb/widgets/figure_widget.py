@@ -11,7 +11,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import ipywidgets
 import traitlets
 from IPython.display import HTML, DisplayHandle, display
@@ -19,6 +18,7 @@ from IPython.display import HTML, DisplayHandle, display
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.page_modules import read_style
+from mpi4dl_nb.widgets.page_view import PageRules, PageView
 
 
 def read_code(file: str) -> str:
@@ -32,7 +32,7 @@ def read_code(file: str) -> str:
 # A slider with an accessible name, which the slider of ipywidgets lacks for screen readers.
 
 
-class RangeBar(anywidget.AnyWidget):
+class RangeBar(PageView):
     """A slider for an integer from `min` to `max`. `value` changes on release, or with each arrow key."""
 
     _esm = read_code("range_bar.js")
@@ -41,6 +41,11 @@ class RangeBar(anywidget.AnyWidget):
     max = traitlets.Int().tag(sync=True)
     label = traitlets.Unicode().tag(sync=True)
     tip = traitlets.Unicode().tag(sync=True)  # not `tooltip`: pages expect a description with that
+
+    @property
+    def rules(self) -> PageRules:
+        """The page may set a value within the limits."""
+        return PageRules({"value": lambda value, _: self.min <= value <= self.max})
 
 
 BOX_STYLE = {"description_width": "initial"}
@@ -120,7 +125,7 @@ class ErrorAlert(ipywidgets.HTML):
 # A figure on a notebook's page: an image with alt text.
 
 
-class FigureView(anywidget.AnyWidget):
+class FigureView(PageView):
     """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is."""
 
     _esm = read_code("figure_view.js")

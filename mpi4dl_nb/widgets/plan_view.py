@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import anywidget
 import traitlets
 
 from engines.cli.plan_options import format_value, parse_value
@@ -14,6 +13,7 @@ from engines.errors import Mpi4dlError
 from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
+from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
 
 IMAGE_PX, BATCH, MACHINE, GRID = "image_px", "batch", "machine", "grid"
 SIDES_PX = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
@@ -105,7 +105,24 @@ def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
     return made
 
 
-class PlanView(anywidget.AnyWidget):
+MOST_TEXT = 200  # characters of one setting
+
+
+def are_settings(texts: object) -> bool:
+    """Return whether what a page has sent are settings by name: texts, switches, and rows and columns of tiles."""
+    if not isinstance(texts, Mapping):
+        return False
+    for name, text in texts.items():
+        if name == GRID:
+            fits = isinstance(text, list) and list(map(type, text)) == [int, int]
+        else:
+            fits = isinstance(text, bool) or (isinstance(text, str) and len(text) <= MOST_TEXT)
+        if not fits:
+            return False
+    return True
+
+
+class PlanView(PageView):
     """The page's part of a configurator: controls on the left, the picture of the plan, and its gauges.
 
     `on_set(texts)` takes what a user has set, by name; `on_start()` is the button. Everything that a hover shows is on
@@ -131,8 +148,13 @@ class PlanView(anywidget.AnyWidget):
         self, machines: Sequence[str], on_set: Callable[[Mapping[str, Any]], None], on_start: Callable[[], None]
     ) -> None:
         super().__init__(options=describe_options(machines))
-        self._on_set, self._on_start = on_set, on_start
-        self.on_msg(self._handle_event)
+        self._on_set = on_set
+        self.rules = PageRules(
+            requests={
+                "start": Request(lambda asked: asked is True, lambda _: on_start()),
+                "set": Request(are_settings, self._set),
+            }
+        )
 
     def show_shape(self, number: int, plan: str, found: PlanShape) -> None:
         """Show where each rank of plan `number` is; `plan` is its summary."""
@@ -146,13 +168,15 @@ class PlanView(anywidget.AnyWidget):
             self.rank_groups = of_rank
             self.loads = {"plan": number, "groups": list(groups)}
 
-    def _handle_event(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
-        if content.get("start"):
-            self._on_start()
-        if texts := content.get("set"):
-            try:
-                self._on_set(texts)
-            except Mpi4dlError as error:
-                self.errors = {"": str(error)}
-            finally:  # also after an interrupt: until the page has this number, all its controls wait
-                self.serial = content.get("serial", 0)
+    def _set(self, texts: Mapping[str, Any]) -> None:
+        try:
+            self._on_set(texts)
+        except Mpi4dlError as error:
+            self.errors = {"": str(error)}
+
+    def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
+        try:
+            super()._handle_event(view, content, buffers)
+        finally:  # also after an interrupt: until the page has this number, all its controls wait
+            if isinstance(content, Mapping) and type(serial := content.get("serial")) is int:
+                self.serial = serial

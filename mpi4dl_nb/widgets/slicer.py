@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-import anywidget
 import ipywidgets
 import traitlets
 from torch import nn
@@ -27,12 +26,23 @@ from mpi4dl_nb.draw.halo_points import (
     with_fused_halos,
 )
 from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net
-from mpi4dl_nb.draw.navigation import RasterCache, count_levels, encode_pixels, encode_tile, find_owner
+from mpi4dl_nb.draw.navigation import (
+    RasterCache,
+    are_tiles,
+    count_levels,
+    encode_pixels,
+    encode_tile,
+    find_owner,
+    is_picked,
+    is_view,
+)
 from mpi4dl_nb.draw.picture_reach import make_reach
+from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
+from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
 
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
@@ -46,7 +56,7 @@ SEEN = ["place", "picked", "layer", "tile", "reading", "fields", "facts"]
 COMPILING = "Compiling the ranks' programs ..."
 
 
-class SlicerView(anywidget.AnyWidget):
+class SlicerView(PageView):
     """The part of a slicer that the page draws. It has all numbers of all layers; only tissue is fetched, by tile.
 
     `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
@@ -70,10 +80,25 @@ class SlicerView(anywidget.AnyWidget):
     def __init__(self, picture: Picture, preview: bytes) -> None:
         super().__init__(preview=preview)
         self.picture = picture
-        self.on_msg(self._send_tiles)
 
-    def _send_tiles(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        for place in content.get("tiles", ()):  # one message each: the page shows a tile when it has come
+    @property
+    def rules(self) -> PageRules:
+        """What the page may set: places within the picture, and within the layer that it shows."""
+        layers, shape = self.facts["layers"], self.picture.shape()
+        return PageRules(
+            settable={
+                "layer": lambda layer, _: 0 <= layer < len(layers),
+                "tile": lambda tile, state: 0 <= tile < len(layers[state["layer"]]["ranks"]),
+                "reading": lambda _reading, _: True,
+                "fields": lambda _fields, _: True,
+                "place": lambda place, _: not place or is_view(place, shape),
+                "picked": lambda picked, state: not picked or is_picked(picked, layers[state["layer"]]),
+            },
+            requests={"tiles": Request(lambda tiles: are_tiles(tiles, self.picture), self._send_tiles)},
+        )
+
+    def _send_tiles(self, tiles: Sequence[Sequence[int]]) -> None:
+        for place in tiles:  # one message each: the page shows a tile when it has come
             try:
                 pixels, trouble = encode_tile(self.picture, *place), ""
             except Exception as error:  # a slide that the caller has opened may raise anything
@@ -211,7 +236,7 @@ class Slicer(PageWidget):
             },
         }
         with self.view.hold_sync():
-            self.view.facts, self.view.numbers = facts, tables.numbers.tobytes()
+            self.view.facts, self.view.numbers = cut_words(facts), tables.numbers.tobytes()
 
     def _handle_layer(self, _change: Any = None) -> None:
         """Limit the tile to those of the layer's stage. The pixel that was picked is one of another layer."""

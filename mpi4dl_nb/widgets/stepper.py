@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import anywidget
 import ipywidgets
 import traitlets
 
@@ -18,6 +17,7 @@ from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
+from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
 
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
@@ -32,7 +32,7 @@ MICRO_BATCH_TIP = "To the end of a micro-batch's pass through a stage"
 BREAKPOINT_TIP = "Until an instruction of all that is chosen below is done"
 
 
-class StepScene(anywidget.AnyWidget):
+class StepScene(PageView):
     """The ranks of a debugged step, animated, with a record of its frames.
 
     `on_key(key)` handles the keys in `accepts`, `on_focus(index)` a message that was chosen on the page, and
@@ -62,13 +62,14 @@ class StepScene(anywidget.AnyWidget):
     ) -> None:
         super().__init__(setup=setup, palettes=make_palettes(), accepts=list(keys), tip=tip)
         self.list_frames: Callable[[], Sequence[StepFrame]] = tuple
-        self._handlers: dict[str, Callable[[Any], None]] = {
-            "key": on_key,
-            "focus": on_focus,
-            "rest": lambda _: on_rest(),
-            "history": lambda _: self._send_history(),
-        }
-        self.on_msg(self._handle_event)
+        self.rules = PageRules(
+            requests={
+                "key": Request(lambda key: key in self.accepts, on_key),
+                "focus": Request(lambda index: type(index) is int, on_focus),
+                "rest": Request(lambda _: True, lambda _: on_rest()),
+                "history": Request(lambda _: True, lambda _: self._send_history()),
+            }
+        )
 
     def show(self, frame: StepFrame, dropped: Sequence[int], note: str, alt: str, focus: int) -> None:
         """Show a frame as the newest one. Pages forget the `dropped` ones; `note` says what is missing by now."""
@@ -80,13 +81,11 @@ class StepScene(anywidget.AnyWidget):
         frames = self.list_frames()
         self.send({"history": [frame.meta for frame in frames]}, [frame.values for frame in frames])
 
-    def _handle_event(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+    def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
         try:
-            for name, value in content.items():
-                if handler := self._handlers.get(name):
-                    handler(value)
+            super()._handle_event(view, content, buffers)
         finally:  # the page waits for it, also after an interrupt, and where no frame has changed
-            if asked := content.get("asked"):
+            if isinstance(content, Mapping) and (asked := content.get("asked")):
                 self.send({"answered": asked})
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-import anywidget
 import traitlets
 
 from engines.errors import PlanError
@@ -17,9 +16,10 @@ from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.timeline_rows import make_timeline_rows
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
+from mpi4dl_nb.widgets.page_view import PageRules, PageView
 
 
-class TimelineView(StillFigure, anywidget.AnyWidget):
+class TimelineView(StillFigure, PageView):
     """A training step on all ranks, to zoom into: a row per rank, with its work above its messages and waiting.
 
     The wheel zooms at the pointer, dragging moves, and a click selects an event; by keyboard: w, s, a, d, the arrow
@@ -57,6 +57,12 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
     ) -> None:
         super().__init__()
         self._serials = count(1)
+        self.rules = PageRules(
+            settable={
+                "selected": lambda event, _: -1 <= event < len(self.timeline.events),
+                "rank": lambda rank, _: rank == -1 or rank in self.timeline.ranks,
+            }
+        )
         self.show(timeline, plan, predicted, layers)
 
     def show(

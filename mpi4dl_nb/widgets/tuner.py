@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
-from typing import Any
 
-import anywidget
 import ipywidgets
 import traitlets
 from torch import Tensor, nn
@@ -27,14 +25,16 @@ from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
+from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
 
 # The plans, as a chart of points and as a table in which one row is selected, by mouse or by the arrow keys.
 
 
-class ChoiceTable(anywidget.AnyWidget):
+class ChoiceTable(PageView):
     """A widget showing `html`, a table of radio buttons; `chosen` is the value of the selected one.
 
-    With `summary`, the table is folded below that line. `on_choose(value)` is called when the page selects a button.
+    With `summary`, the table is folded below that line. `on_choose(value)` is called when the page selects a button,
+    and `knows(value)` returns whether there is one with this value.
     """
 
     _esm = read_code("choice_table.js")
@@ -43,17 +43,19 @@ class ChoiceTable(anywidget.AnyWidget):
     chosen = traitlets.Unicode("").tag(sync=True)
     summary = traitlets.Unicode("").tag(sync=True)
 
-    def __init__(self, on_choose: Callable[[str], None], **traits: str) -> None:
+    def __init__(self, on_choose: Callable[[str], None], knows: Callable[[str], bool], **traits: str) -> None:
         super().__init__(**traits)
-        self.on_msg(lambda _widget, content, _buffers: on_choose(content["choose"]))
+        self.rules = PageRules(
+            settable={"chosen": lambda value, _: knows(value)}, requests={"choose": Request(knows, on_choose)}
+        )
 
 
-class TuningView(anywidget.AnyWidget):
+class TuningView(PageView):
     """A chart of plans by time and memory; `chosen` is the plan, as text, that is selected and described beside it.
 
     `on_choose(plan)` is called when the page selects a plan, and `on_measure(plan)` when it asks to measure one; not
     while `busy`. Both name the plan: `chosen` may be older, since pages hold state back while the kernel works, and a
-    row may have moved.
+    row may have moved. `knows(plan)` returns whether there is such a plan.
     """
 
     _esm = join_modules("tuning.js")
@@ -62,16 +64,17 @@ class TuningView(anywidget.AnyWidget):
     chosen = traitlets.Unicode("").tag(sync=True)
     busy = traitlets.Bool(False).tag(sync=True)
 
-    def __init__(self, on_choose: Callable[[str], None], on_measure: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_choose: Callable[[str], None], on_measure: Callable[[str], None], knows: Callable[[str], bool]
+    ) -> None:
         super().__init__()
-        self._on_choose, self._on_measure = on_choose, on_measure
-        self.on_msg(self._handle_event)
-
-    def _handle_event(self, _widget: Any, content: Mapping[str, str], _buffers: Any) -> None:
-        if "choose" in content:
-            self._on_choose(content["choose"])
-        if "measure" in content and not self.busy:
-            self._on_measure(content["measure"])
+        self.rules = PageRules(
+            settable={"chosen": lambda plan, _: knows(plan)},
+            requests={
+                "choose": Request(knows, on_choose),
+                "measure": Request(lambda plan: not self.busy and knows(plan), on_measure),
+            },
+        )
 
 
 def _resolve_tiles(plan: Plan) -> dict[str, object]:
@@ -113,7 +116,7 @@ class Tuner(PageWidget):
     ) -> None:
         self.neutral_batch = neutral_batch
         self.tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels)
-        self.rows = ChoiceTable(self._pick)
+        self.rows = ChoiceTable(self._pick, self._knows)
         best, timed = (
             "how many of the best plans are trained for real",
             "training steps that are timed; the median counts",
@@ -130,7 +133,7 @@ class Tuner(PageWidget):
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
         line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
-        super().__init__([line, self.status], TuningView(self._pick, self._measure_plan))
+        super().__init__([line, self.status], TuningView(self._pick, self._measure_plan, self._knows))
         self.children = (*self.children, self.why, self.rows)
         ipywidgets.link((self.rows, "chosen"), (self.view, "chosen"))
         self.candidates: tuple[Candidate, ...] = ()
@@ -172,6 +175,9 @@ class Tuner(PageWidget):
             if repr(each.plan) == text:
                 return each
         raise PlanError(f"{text}: this is none of the {len(self.candidates)} plans in the table, which all fit.")
+
+    def _knows(self, text: object) -> bool:
+        return any(repr(each.plan) == text for each in self.candidates)
 
     def _pick(self, text: str) -> None:
         self._chosen = self._find(text).plan

@@ -168,7 +168,7 @@ def test_a_dict_of_labels_is_packed_into_one_tensor(cluster, asked):
     packed = eval(packing, {"torch": torch, "labels": labels})
     split_loss = eval(loss, {"torch": torch, "your_loss": box_loss})
     training = Training(model, LAYERS, cluster, images.shape, loss=split_loss, labels=packed)
-    assert training.step(images, packed) == pytest.approx(float(box_loss(model(images), labels)), rel=1e-12)
+    assert training.step(images, packed) == pytest.approx(box_loss(model(images), labels).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(

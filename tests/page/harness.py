@@ -113,8 +113,7 @@ class PageHarness:
             return
         self._from_page = True
         try:
-            for name, value in changes.items():
-                setattr(self.widget, name, value)
+            self.widget.set_state(changes)
         finally:
             self._from_page = False
 

@@ -164,7 +164,9 @@ def test_a_plan_that_does_not_fit_is_described_and_neither_chosen_nor_measured(s
 
 def test_the_table_folds_and_chooses_by_keyboard(chromium, found):
     plans, asked = [repr(each.plan) for each in found[0]], []
-    rows = ChoiceTable(asked.append, html=format_table_html(found[0], "plan"), summary="All plans as a table")
+    rows = ChoiceTable(
+        asked.append, lambda _: True, html=format_table_html(found[0], "plan"), summary="All plans as a table"
+    )
     rows.chosen = plans[0]
     harness = PageHarness(chromium, rows)
     page = harness.page
