@@ -181,7 +181,7 @@ class TraceCache:
             made = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:
-                only = made.specs[made.prediction] if len(made.answers) == 1 else None
+                only = made.specs[made.prediction] if made.loss_input == "Tensor" else None
                 check_loss_repeats(self._traceable, self.loss, images, answers, only)
             self._traces[key] = made
         return self._traces[key]
