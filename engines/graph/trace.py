@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, inse
 from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.outputs import call_loss, collect_from_prediction, collect_tensors, find_left_out, get_prediction
+from engines.graph.outside_state import restore_outside_state
 from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
 from engines.graph.owners import collect_buffers, find_first_names, iterate_owners
 from engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
@@ -159,7 +161,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         readable = find_readable_modules(model, *owners[1:], *copies[1:]) if len(owners) > 1 else {}
         whole = _TracedModel(ConstantPropagationMode(collect_buffers(*owners), memory), readable, *copies)
     inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
-    with _translate_errors(model, specs[0], whole.constants):
+    with _translate_errors(model, specs[0], whole.constants), restore_outside_state(*owners):
         exported = torch.export.export(whole, inputs, strict=False).module()
         names = find_first_names(*owners)
         # The order matters: writes within nested graphs are found only after inlining; casts are inserted once no
@@ -194,27 +196,41 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
 
 
 _MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images
+_SEARCH_S = 3.0
 
 
 def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
-    """Return a sentence with the largest size below its own at which a model runs, if it does not run at its own."""
-    if len(images.shape) != 4 or not isinstance(model, nn.Module) or _can_run(model, images):
+    """Return a sentence with the largest size below its own at which a model runs, if it does not run at its own.
+
+    A run of a large model takes seconds: if the model cannot run at the most likely size, it is run just once.
+    """
+    if len(images.shape) != 4 or not isinstance(model, nn.Module):
         return ""
     *outer, rows, cols = images.shape
-    for multiple in _MULTIPLES:
-        size = rows - rows % multiple, cols - cols % multiple
-        if all(size) and size != (rows, cols) and _can_run(model, replace(images, shape=(*outer, *size))):
-            return (
-                f" It does run on {size[0]} x {size[1]} px (multiples of {multiple}): crop the images to that, a "
-                "picture with crop_picture."
-            )
-    return ""
+
+    def runs(size: tuple[int, int]) -> bool:
+        return _can_run(model, replace(images, shape=(*outer, *size)))
+
+    # From the largest size to the smallest. A model that runs on multiples of 8 runs on those of 16, too.
+    sizes = {(rows - rows % multiple, cols - cols % multiple): multiple for multiple in reversed(_MULTIPLES)}
+    known = sorted(size for size in sizes if all(size) and size != (rows, cols))[::-1]
+    if not known or not runs(known[-1]) or runs((rows, cols)):
+        return ""
+    low, high, end_s = 0, len(known) - 1, time.perf_counter() + _SEARCH_S
+    while low < high and time.perf_counter() < end_s:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs(known[middle]) else (middle + 1, high)
+    size = known[high]
+    return (
+        f" It does run on {size[0]} x {size[1]} px (multiples of {sizes[size]}): crop the images to that, a "
+        "picture with crop_picture."
+    )
 
 
 def _can_run(model: nn.Module, images: TensorSpec) -> bool:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with ONE_AT_A_TIME, silence_exporter(), mode, torch.no_grad():
+        with ONE_AT_A_TIME, restore_outside_state(model), silence_exporter(), mode, torch.no_grad():
             copy = make_fake_copy(model, mode, getattr(torch, images.dtype))
             copy(make_fake_tensor(mode, images.shape, images.dtype))
     except Exception:  # a model may raise anything
@@ -229,7 +245,7 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     constants = ConstantPropagationMode(collect_buffers(model))
-    with _translate_errors(model, images, constants):
+    with _translate_errors(model, images, constants), restore_outside_state(model):
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         held = dict(twin.named_buffers())
         pixels = make_fake_tensor(mode, images.shape, images.dtype)

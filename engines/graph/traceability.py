@@ -19,6 +19,7 @@ from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.model_graph import TensorSpec
 from engines.graph.outputs import call_loss
+from engines.graph.outside_state import restore_outside_state
 from engines.graph.owners import collect_buffers
 from engines.graph.repeatable import RepeatedRun
 from engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
@@ -181,11 +182,12 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
         repeated = RepeatedRun(lambda log: run(log=log), "model")
         # numbers: new --first run--> before --second run--> (read below)
         new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
-        repeated.rerun()
-        before = dict(_iterate_numbers(twin))
-        repeated.rerun()
-        after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
-        repeated.settle()
+        with restore_outside_state(model):
+            repeated.rerun()
+            before = dict(_iterate_numbers(twin))
+            repeated.rerun()
+            after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
+            repeated.settle()
     except Exception:
         return
     repeated.check_generators()
@@ -232,14 +234,16 @@ def check_loss_repeats(
         else:
             twin, whole = make_fake_copy(model, mode, dtype), make_fake_tensor(mode, images.shape, images.dtype)
             both = nn.ModuleDict({"model": twin}), collect_buffers(model)
-            answer = _run_watched(*both, mode, twin, whole, log=nullcontext())
+            with restore_outside_state(model, loss):
+                answer = _run_watched(*both, mode, twin, whole, log=nullcontext())
         run = partial(
             _run_watched, owners, collect_buffers(None, loss), mode, partial(call_loss, called), answer, truth
         )
         repeated = RepeatedRun(lambda log: run(log=log), "loss")
-        repeated.rerun()
-        repeated.rerun()
-        repeated.settle()
+        with restore_outside_state(model, loss):
+            repeated.rerun()
+            repeated.rerun()
+            repeated.settle()
     except Exception:
         return
     repeated.check_generators()

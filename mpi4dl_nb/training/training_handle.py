@@ -102,7 +102,7 @@ class TrainingHandle:
         self._create()
         graph = self.recipe.graph
         updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
-        self._traced = TracedValues(model, self.loss, updated)
+        self._traced = TracedValues(model, self.loss, updated, self.traces.kept_outside)
 
     def check_unchanged(self) -> None:
         """Raise PlanError if a value of the model or the loss that the trace has taken was changed since then."""
