@@ -81,8 +81,9 @@ class StepTimeline(Timeline):
 class Training(TrainingHandle):
     """Distributed training of a model on a cluster under a plan.
 
-    `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(prediction,
-    labels)` defaults to cross-entropy. If the loss is a sum or a mean over the batch, whatever labels the mean counts
+    `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(output,
+    labels)` defaults to cross-entropy. It gets all that the model returns, and of several tensors the `logits` alone
+    only if it cannot take the whole; a warning says so. If the loss is a sum or a mean over the batch, whatever labels the mean counts
     (`ignore_index`, class weights, masks), the loss of a step is that of the whole batch. For any other loss, such as
     Dice over the batch, a step with several micro-batches computes the mean of the losses of the micro-batches, and a
     warning says so. Labels are class indices, (N,) or (N, H, W), unless `labels` is an example tensor of one batch of

@@ -223,6 +223,21 @@ def test_a_trace_that_fails_leaves_nothing_either(name: str):
     assert type(model(torch.randn(SHAPE))) is Tensor
 
 
+def test_a_hook_that_notes_activations_has_none_of_a_trace():
+    model = Net(make)
+    noted: dict[str, Any] = {"conv": torch.zeros(1), "last": []}
+    before = noted["conv"]
+
+    def note(module: nn.Module, given: object, made: Tensor) -> None:
+        noted["conv"] = made.detach()
+        noted["last"].append(made)
+
+    model.conv.register_forward_hook(note)
+    TraceCache(model, SHAPE, nn.CrossEntropyLoss()).get_graph(Plan(split_size=1))
+    assert noted["conv"] is before
+    assert noted["last"] == []
+
+
 def test_what_a_loss_keeps_is_put_back():
     kept: dict[str, Tensor] = {}
 
