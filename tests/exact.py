@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.graph.model_graph import MODEL, TensorSpec
+from engines.graph.outputs import call_loss, collect_from_prediction
 from engines.graph.trace_cache import Loss
-from engines.graph.traceability import collect_tensors, get_prediction
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.worker import Worker
@@ -84,10 +84,10 @@ def assert_exact(
     """Output, loss, gradients of image and weights, and buffers of every rank are those of one process."""
     oracle, pixels = copy.deepcopy(model), images.clone().requires_grad_()
     with CounterRNGMode(seed=0):
-        prediction = get_prediction(oracle(pixels))
-        output = next(iter(collect_tensors(prediction).values()))
+        answer = oracle(pixels)
+        output = next(iter(collect_from_prediction(answer).values()))
         labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
-        value = loss(prediction, labels)
+        value, _ = call_loss(loss, answer, labels)
     value.backward()
     owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
     start = ready(model, images, labels, plan, loss)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engines import models
 from engines.cli import command, options
 from engines.errors import PlanError, TraceError
-from engines.graph.traceability import get_prediction
+from engines.graph.outputs import get_prediction
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 

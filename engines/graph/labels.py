@@ -13,6 +13,7 @@ from engines.comm.world import World
 from engines.formatting import format_names
 from engines.graph.loss_analysis import CLASS_LOSSES
 from engines.graph.model_graph import ModelGraph, Node, Ref, to_user_name
+from engines.graph.whole_loss import run_nodes
 from engines.plan import Plan
 from engines.program.program import CountLabels, Program
 from engines.program.worker import Worker
@@ -21,18 +22,25 @@ from engines.spatial.layout import Layout
 # Which values the labels may have according to the traced loss: class numbers, or anything else.
 
 
-_PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute"}
-_PASSING |= {"transpose", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"}
+_PICKING = {"select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "getitem", "index_select"}
+"""Operators that return a part of the labels, such as one plane of several."""
+
+_PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "movedim"}
+_PASSING |= {"to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"} | _PICKING
 _BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
 
 
 @dataclass(frozen=True, slots=True)
 class LabelSpec:
-    """A use of the labels as class numbers from 0 to `classes` - 1, except for the label `ignored`, if any."""
+    """A use of the labels as class numbers from 0 to `classes` - 1, except for the label `ignored`, if any.
+
+    `part` is the value of the graph that has the labels which are used so: all labels, or some of them.
+    """
 
     classes: int
     ignored: int | None = None
+    part: str = "labels"
 
     def find_invalid(self, labels: Tensor) -> Tensor:
         """Return the labels that this loss does not accept."""
@@ -52,22 +60,53 @@ def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
     direct, found = find_unchanged_labels(graph), []
     for node in graph.nodes:
         name, a = node.short_operator, node.arguments
-        if name in CLASS_LOSSES and _get_ref_name(node, "target") in direct:
+        if name in CLASS_LOSSES and (target := _get_ref_name(node, "target")) in direct:
             shape = graph.specs[a["self"].name].shape
             if not graph.specs[a["target"].name].is_floating:
-                found.append(LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"]))
-        elif name == "one_hot" and _get_ref_name(node, "self") in direct and a.get("num_classes", -1) > 0:
-            found.append(LabelSpec(a["num_classes"]))
+                found.append(LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"], direct[target]))
+        elif name == "one_hot" and (target := _get_ref_name(node, "self")) in direct and a.get("num_classes", -1) > 0:
+            found.append(LabelSpec(a["num_classes"], part=direct[target]))
     return tuple(dict.fromkeys(found))
 
 
-def find_unchanged_labels(graph: ModelGraph) -> set[str]:
-    """Return the names of the labels and of all values that only change their shape or dtype."""
-    found = {"labels"}
+def find_unchanged_labels(graph: ModelGraph) -> dict[str | None, str]:
+    """Return the names of the labels and of all values that only change their shape or dtype, or are a part of them.
+
+    Each is mapped to the value that has the same labels in it: "labels", or the last one that took a part of them.
+    """
+    found: dict[str | None, str] = {"labels": "labels"}
     for node in graph.nodes:
-        if node.short_operator in _PASSING and node.reads and node.reads[0] in found:
-            found.add(node.name)
+        if node.short_operator not in _PASSING or not node.reads or node.reads[0] not in found:
+            continue
+        if {*node.reads[1:]} <= graph.constants.keys():  # such as the numbers of index_select
+            found[node.name] = node.name if node.short_operator in _PICKING else found[node.reads[0]]
     return found
+
+
+def find_invalid_labels(graph: ModelGraph, labels: Tensor) -> Iterator[tuple[LabelSpec, Tensor]]:
+    """Yield the labels of a step that the loss takes as class numbers, but does not accept, by their use.
+
+    Several tasks may share one tensor of labels: each part of it is held against the classes of its own task.
+    """
+    for numbers in find_label_specs(graph):
+        # A part is cut out of the labels of a micro-batch, of whose shape the trace is.
+        count = graph.inputs["labels"].shape[0] if labels.dim() else 1
+        several = numbers.part != "labels" and labels.dim() and len(labels) > count
+        for part in labels.split(count) if several else (labels,):
+            if (wrong := numbers.find_invalid(_cut_part(graph, numbers.part, part))).numel():
+                yield numbers, wrong
+                break
+
+
+def _cut_part(graph: ModelGraph, name: str, labels: Tensor) -> Tensor:
+    """Return the part `name` of the labels of a micro-batch."""
+    names = find_unchanged_labels(graph)
+    nodes = {node.name: node for node in graph.nodes if node.name in names}
+    needed, at = [], name
+    while at != "labels":
+        needed.append(nodes[at])
+        at = nodes[at].reads[0]
+    return run_nodes(reversed(needed), {**graph.constants, "labels": labels.cpu()})[name]  # type: ignore[no-any-return]
 
 
 def _get_ref_name(node: Node, argument: str) -> str | None:
@@ -253,8 +292,12 @@ def _find_uncounted_labels(
         if counting.totals or state.inputs.get("labels") is None or micro_batch not in (None, number):
             continue
         labels = state.fetch(state.inputs["labels"])
+        whole = labels.shape == graph.inputs["labels"].shape
         for numbers in find_label_specs(graph):
-            if not numbers.get_counted_mask(labels).any():
+            # Of a tile of the labels, the part that a task takes is not known.
+            if numbers.part != "labels" and not whole:
+                continue
+            if not numbers.get_counted_mask(_cut_part(graph, numbers.part, labels)).any():
                 yield NonFiniteCause(
                     LABELS,
                     f"No label of {_describe_micro_batch(worker, number)} counts: all are {numbers.ignored}, which the "

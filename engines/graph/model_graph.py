@@ -151,10 +151,11 @@ class ModelGraph(FactTable):
 
     `inputs` are `images` and, with a loss, `labels`. `weights` are the parameters, and `trainable` the names of those
     that receive a gradient from the loss. `buffers` are all other tensors of the model, including its `constants`:
-    tensors that forward creates or finds, with their values. `answers` name the tensors that the model returns, and
-    `loss` the loss. `chains` are the modules that only run their children one after another. `share` is the same model
-    with fewer images, for ranks that share the images of a micro-batch. `whole` is set if a step has several
-    micro-batches.
+    tensors that forward creates or finds, with their values. `answers` name the tensors of the model's output that the
+    loss is given, the prediction first, and `loss` the loss. `loss_input` is the type of what the loss is
+    given, "Tensor" for the prediction alone, and `left_out` are the places of the output's other tensors then. `chains`
+    are the modules that only run their children one after another. `share` is the same model with fewer images, for
+    ranks that share the images of a micro-batch. `whole` is set if a step has several micro-batches.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -165,6 +166,8 @@ class ModelGraph(FactTable):
     answers: tuple[str, ...]
     loss: str | None
     chains: frozenset[str] = frozenset()
+    loss_input: str = "Tensor"
+    left_out: tuple[str, ...] = ()
     share: ModelGraph | None = None
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)

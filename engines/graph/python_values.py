@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import PlanError
+from engines.graph.outside_state import Place
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OWN_NAMES = {*vars(nn.Module()), "training"}
@@ -31,11 +32,14 @@ _LIBRARIES = ("torch", "torchvision", "numpy", "engines", "mpi4dl_nb")
 class TracedValues:
     """The values that a model and its loss had when they were traced.
 
-    Attributes that forward itself sets are left out: a run of the plain model changes them. `updated` are the model's
-    buffers that training changes, by name.
+    Attributes that forward itself sets are left out: a run of the plain model changes them. So are the places
+    `kept_outside`, in which the model's code keeps something from run to run. `updated` are the model's buffers that
+    training changes, by name.
     """
 
-    def __init__(self, model: nn.Module, loss: object, updated: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, loss: object, updated: Collection[str] = (), kept_outside: Collection[Place] = ()
+    ) -> None:
         self.warns_of_weights = True  # until the trained ones have been given, which a user may load into the model
         self._versions = [(name, weight, _mark(weight)) for name, weight in model.named_parameters()]
         changing = {id(buffer) for name, buffer in model.named_buffers() if name in updated}
@@ -65,6 +69,8 @@ class TracedValues:
                 self._weights += [(f"{name} of the {what}", w, w.requires_grad) for name, w in owner.named_parameters()]
             else:
                 self._reads += _read_function(owner, what, seen)
+        kept = {(id(holder), key) for holder, key in kept_outside}
+        self._reads = [read for read in self._reads if kept.isdisjoint(read.places)]
 
     def check(self) -> None:
         """Raise PlanError if a value is another than when it was traced; warn once of changed weights."""
@@ -140,6 +146,13 @@ class _Read:
     def __init__(self, place: Any, key: Any, value: Any, name: str) -> None:
         self.place, self.key, self.value, self.name = place, key, value, name
         self.mark = _mark(value) if isinstance(value, Tensor) else 0
+
+    @property
+    def places(self) -> set[tuple[int, Any]]:
+        """The place of the value and, of an item, also that of its list or dict, each by its id and key."""
+        if isinstance(self.place, _Read):
+            return {(id(self.place.value), self.key), (id(self.place.value), None)} | self.place.places
+        return {(id(self.place), self.key)}
 
     def get(self) -> Any:
         """Return what stands at the place now: for an item, also where another list or dict stands there."""

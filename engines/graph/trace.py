@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,13 +22,13 @@ from engines.graph.export_reader import ExportReader, make_tensor_spec
 from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, insert_casts, insert_detaches
 from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers, to_user_name
+from engines.graph.outputs import call_loss, collect_from_prediction, collect_tensors, find_left_out, get_prediction
+from engines.graph.outside_state import restore_outside_state
 from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
 from engines.graph.owners import collect_buffers, find_first_names, iterate_owners
 from engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
 from engines.graph.traceability import (
     collect_attributes,
-    collect_tensors,
-    get_prediction,
     make_fake_copy,
     make_fake_tensor,
     make_traceable,
@@ -52,6 +53,14 @@ class _Hidden:
     modules: Mapping[str, Sequence[nn.Module]]
 
 
+@dataclass
+class _LossInput:
+    """The type of what the loss is given, and the places of the tensors in the model's output that it is not given."""
+
+    type: str = "Tensor"
+    left_out: tuple[str, ...] = ()
+
+
 class _TracedModel(nn.Module):
     """A model with its loss, or alone and in evaluation mode: no dropout, batch norm with its running statistics."""
 
@@ -64,41 +73,22 @@ class _TracedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.loss, self.constants = model, loss, constants
-        self.readable = _Hidden(readable)
+        self.readable, self.loss_input = _Hidden(readable), _LossInput()
         if loss is None:
             self.eval()
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         with watch_forward(self, self.constants):
             before = collect_attributes(self.model)
-            prediction = get_prediction(self.model(images))
+            answer = self.model(images)
             self.constants.stored[:] = [
                 name
                 for name, now in collect_attributes(self.model).items()
                 if list(map(id, now)) != list(map(id, before.get(name, ())))
             ]
-            found = collect_tensors(prediction)
             if self.loss is None:
-                return tuple(found.values())
-            try:
-                with refuse_stored_tensors(self.constants.stored, self.readable.modules):
-                    loss = self.loss(prediction, labels)
-            except TraceError:
-                raise
-            except Exception as error:
-                if type(error).__name__.startswith(_BY_VALUES):
-                    raise
-                if self.constants.stored:
-                    reason = f"the loss fails ({type(error).__name__}: {_get_first_line(error)})"
-                    raise TraceError(format_stored_error(self.constants.stored[0], reason)) from error
-                if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
-                    raise TraceError(
-                        f"The model answers with a {type(prediction).__name__} of {len(found)} tensors "
-                        f"({', '.join(found)}), none of them called logits, and the loss does not take it "
-                        f"({type(error).__name__}: {error}). Give a loss that does: a function of this answer and the "
-                        "labels."
-                    ) from error
-                raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
+                return tuple(collect_tensors(get_prediction(answer)).values())
+            loss, given = self._compute_loss(answer, images, labels)
             if not isinstance(loss, Tensor):
                 cut = isinstance(loss, int | float | torch.SymInt | torch.SymFloat)
                 kind = "Python number" if cut else type(loss).__name__
@@ -106,7 +96,35 @@ class _TracedModel(nn.Module):
                     f"The loss returns a {kind}, but must return one number as a tensor. "
                     + ("Leave out its .item() or float()." if cut else "Return that tensor alone.")
                 )
-            return loss, *found.values()
+            kind = "Tensor" if isinstance(given, Tensor) else type(given).__name__
+            self.loss_input.type, self.loss_input.left_out = kind, find_left_out(answer, given)
+            return loss, *collect_from_prediction(given).values()
+
+    def _compute_loss(self, answer: Any, images: Tensor, labels: Tensor | None) -> tuple[Any, Any]:
+        """Return the loss, and what it was given of the model's answer."""
+        found = collect_tensors(get_prediction(answer))
+        try:
+            with refuse_stored_tensors(self.constants.stored, self.readable.modules):
+                return call_loss(self.loss, answer, labels)  # type: ignore[arg-type]
+        except TraceError:
+            raise
+        except Exception as error:
+            if type(error).__name__.startswith(_BY_VALUES):
+                raise
+            if self.constants.stored:
+                reason = f"the loss fails ({type(error).__name__}: {_get_first_line(error)})"
+                raise TraceError(format_stored_error(self.constants.stored[0], reason)) from error
+            if isinstance(error, TypeError | AttributeError | KeyError) and not isinstance(answer, Tensor):
+                whole = collect_tensors(answer)
+                takes, called = "does not take it", ", none of them called logits,"
+                if isinstance(get_prediction(answer), Tensor):
+                    takes, called = "takes neither all of it nor its prediction alone", ""
+                raise TraceError(
+                    f"The model answers with a {type(answer).__name__} of {len(whole)} tensors "
+                    f"({', '.join(whole)}){called} and the loss {takes} ({type(error).__name__}: {error}). "
+                    "Give a loss that does: a function of this answer and the labels."
+                ) from error
+            raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
 
 
 def trace(
@@ -149,7 +167,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         readable = find_readable_modules(model, *owners[1:], *copies[1:]) if len(owners) > 1 else {}
         whole = _TracedModel(ConstantPropagationMode(collect_buffers(*owners), memory), readable, *copies)
     inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
-    with _translate_errors(model, specs[0], whole.constants):
+    with _translate_errors(model, specs[0], whole.constants), restore_outside_state(*owners):
         exported = torch.export.export(whole, inputs, strict=False).module()
         names = find_first_names(*owners)
         # The order matters: writes within nested graphs are found only after inlining; casts are inserted once no
@@ -179,31 +197,46 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         if isinstance(module, nn.ModuleList)
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
-    return replace(graph, chains=frozenset(chains))
+    given = whole.loss_input
+    return replace(graph, chains=frozenset(chains), loss_input=given.type, left_out=given.left_out)
 
 
 _MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images
+_SEARCH_S = 3.0
 
 
 def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
-    """Return a sentence with the largest size below its own at which a model runs, if it does not run at its own."""
-    if len(images.shape) != 4 or not isinstance(model, nn.Module) or _can_run(model, images):
+    """Return a sentence with the largest size below its own at which a model runs, if it does not run at its own.
+
+    A run of a large model takes seconds: if the model cannot run at the most likely size, it is run just once.
+    """
+    if len(images.shape) != 4 or not isinstance(model, nn.Module):
         return ""
     *outer, rows, cols = images.shape
-    for multiple in _MULTIPLES:
-        size = rows - rows % multiple, cols - cols % multiple
-        if all(size) and size != (rows, cols) and _can_run(model, replace(images, shape=(*outer, *size))):
-            return (
-                f" It does run on {size[0]} x {size[1]} px (multiples of {multiple}): crop the images to that, a "
-                "picture with crop_picture."
-            )
-    return ""
+
+    def runs(size: tuple[int, int]) -> bool:
+        return _can_run(model, replace(images, shape=(*outer, *size)))
+
+    # From the largest size to the smallest. A model that runs on multiples of 8 runs on those of 16, too.
+    sizes = {(rows - rows % multiple, cols - cols % multiple): multiple for multiple in reversed(_MULTIPLES)}
+    known = sorted(size for size in sizes if all(size) and size != (rows, cols))[::-1]
+    if not known or not runs(known[-1]) or runs((rows, cols)):
+        return ""
+    low, high, end_s = 0, len(known) - 1, time.perf_counter() + _SEARCH_S
+    while low < high and time.perf_counter() < end_s:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs(known[middle]) else (middle + 1, high)
+    size = known[high]
+    return (
+        f" It does run on {size[0]} x {size[1]} px (multiples of {sizes[size]}): crop the images to that, a "
+        "picture with crop_picture."
+    )
 
 
 def _can_run(model: nn.Module, images: TensorSpec) -> bool:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with ONE_AT_A_TIME, silence_exporter(), mode, torch.no_grad():
+        with ONE_AT_A_TIME, restore_outside_state(model), silence_exporter(), mode, torch.no_grad():
             copy = make_fake_copy(model, mode, getattr(torch, images.dtype))
             copy(make_fake_tensor(mode, images.shape, images.dtype))
     except Exception:  # a model may raise anything
@@ -218,7 +251,7 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     constants = ConstantPropagationMode(collect_buffers(model))
-    with _translate_errors(model, images, constants):
+    with _translate_errors(model, images, constants), restore_outside_state(model):
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         held = dict(twin.named_buffers())
         pixels = make_fake_tensor(mode, images.shape, images.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +21,7 @@ from engines.graph.model_inputs import (
     format_packing,
 )
 from engines.graph.model_state import ModelState
+from engines.graph.outside_state import Place, restore_outside_state
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
 from engines.graph.whole_loss import with_whole_loss
@@ -55,6 +57,8 @@ class TraceCache:
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _checked: set[Hashable] = field(default_factory=set, repr=False, compare=False)  # types, for side effects
+    kept_outside: list[Place] = field(default_factory=list, repr=False, compare=False)
+    """The places outside of the model in which its code keeps tensors, and what else it changes there."""
 
     def __post_init__(self) -> None:
         check_modules(self.model, self.loss)
@@ -112,11 +116,12 @@ class TraceCache:
         with self.get_state().apply_modes(self.model, self.loss):
             key = self._make_key(plan)
             if key not in self._graphs:
-                images, answers = self._get_specs(plan)
-                graph = self._trace(plan, images, answers)
-                if plan.local_dp > 1:
-                    share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
-                    graph = replace(graph, share=share)
+                with self._restore_outside():
+                    images, answers = self._get_specs(plan)
+                    graph = self._trace(plan, images, answers)
+                    if plan.local_dp > 1:
+                        share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
+                        graph = replace(graph, share=share)
                 self._graphs[key] = graph
             check_buffer_reads(self._graphs[key], plan.micro_batches)
             if plan.micro_batches == 1:
@@ -129,12 +134,22 @@ class TraceCache:
 
             def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
                 twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
-                return self._trace(plan, *twice)
+                with self._restore_outside():
+                    return self._trace(plan, *twice)
 
             found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
             scaled = found.whole is not None and found.whole.scaled
             self._wholes[key, plan.micro_batches if scaled else None] = found
             return found
+
+    @contextmanager
+    def _restore_outside(self) -> Iterator[None]:
+        """Within the context, several runs of the model share one look at what its code can reach."""
+        with restore_outside_state(self.model, self.loss) as state:
+            try:
+                yield
+            finally:
+                self.kept_outside.extend(state.restored)
 
     def _make_key(self, plan: Plan) -> Hashable:
         images = self._get_image_spec(plan)
@@ -181,7 +196,7 @@ class TraceCache:
             made = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:
-                only = made.specs[made.prediction] if len(made.answers) == 1 else None
+                only = made.specs[made.prediction] if made.loss_input == "Tensor" else None
                 check_loss_repeats(self._traceable, self.loss, images, answers, only)
             self._traces[key] = made
         return self._traces[key]

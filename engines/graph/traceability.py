@@ -1,11 +1,10 @@
-"""What is traced: copies of a module without memory, its outputs, and checks of what a trace would get wrong."""
+"""What is traced: copies of a module without memory, and checks of what a trace would get wrong."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.model_graph import TensorSpec
+from engines.graph.outputs import call_loss
+from engines.graph.outside_state import restore_outside_state
 from engines.graph.owners import collect_buffers
 from engines.graph.repeatable import RepeatedRun
 from engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
@@ -50,70 +51,6 @@ def make_fake_tensor(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -
     """Return a tensor without memory."""
     with mode:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-
-
-# The supported outputs of a model, and which part of them is the prediction.
-#
-# Stock models return a tensor, or a tuple, a list, a mapping or a dataclass of tensors.
-
-
-def get_prediction(answer: Any) -> Any:
-    """Return the part of a model's output that the loss receives: its `logits` if present, or else its only tensor.
-
-    An output of several tensors without that name is returned unchanged, for a loss that accepts it.
-    """
-    named: Mapping[str, Any] = {}
-    if isinstance(answer, Mapping):
-        named = answer
-    elif is_dataclass(answer):
-        named = vars(answer)
-    elif hasattr(answer, "_asdict"):  # a named tuple
-        named = answer._asdict()
-    if named.get("logits") is not None:
-        return named["logits"]
-    found = list(collect_tensors(answer).values())
-    return found[0] if len(found) == 1 else answer
-
-
-def collect_tensors(answer: Any) -> dict[str, Tensor]:
-    """Return the tensors in a model's output by their place in it, in order. Raises TraceError for other types."""
-    return dict(_iterate_places(answer, ()))
-
-
-def _iterate_places(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield ".".join(place), value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _iterate_places(item, (*place, str(key)))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _iterate_places(item, (*place, str(index)))
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _iterate_places(getattr(value, field.name), (*place, field.name))
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise TraceError(
-            f"The model answers with a {type(value).__name__}, in which no tensor can be found. "
-            "Let it return a tensor, or a tuple, list, dict or dataclass of tensors."
-        )
-
-
-def merge_outputs(answers: Sequence[Any]) -> Any:
-    """Concatenate the outputs for several micro-batches: each tensor then has the images of all of them."""
-    first = answers[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(answers))
-    if isinstance(first, Mapping):
-        found = {key: merge_outputs([answer[key] for answer in answers]) for key in first}
-        return found if type(first) is dict else type(first)(**found)
-    if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first)]
-        return replace(first, **{name: merge_outputs([getattr(answer, name) for answer in answers]) for name in names})
-    if isinstance(first, list | tuple):
-        items = [merge_outputs(parts) for parts in zip(*answers, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    return first
 
 
 # Checks before tracing: models that cannot be traced, and those that a trace would get wrong.
@@ -245,11 +182,12 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
         repeated = RepeatedRun(lambda log: run(log=log), "model")
         # numbers: new --first run--> before --second run--> (read below)
         new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
-        repeated.rerun()
-        before = dict(_iterate_numbers(twin))
-        repeated.rerun()
-        after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
-        repeated.settle()
+        with restore_outside_state(model):
+            repeated.rerun()
+            before = dict(_iterate_numbers(twin))
+            repeated.rerun()
+            after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
+            repeated.settle()
     except Exception:
         return
     repeated.check_generators()
@@ -292,16 +230,20 @@ def check_loss_repeats(
         owners = nn.ModuleDict({"loss": called} if isinstance(called, nn.Module) else {})
         truth = make_fake_tensor(mode, labels.shape, labels.dtype)
         if prediction:
-            found: Any = make_fake_tensor(mode, prediction.shape, prediction.dtype)
+            answer: Any = make_fake_tensor(mode, prediction.shape, prediction.dtype)
         else:
             twin, whole = make_fake_copy(model, mode, dtype), make_fake_tensor(mode, images.shape, images.dtype)
             both = nn.ModuleDict({"model": twin}), collect_buffers(model)
-            found = get_prediction(_run_watched(*both, mode, twin, whole, log=nullcontext()))
-        run = partial(_run_watched, owners, collect_buffers(None, loss), mode, called, found, truth)
+            with restore_outside_state(model, loss):
+                answer = _run_watched(*both, mode, twin, whole, log=nullcontext())
+        run = partial(
+            _run_watched, owners, collect_buffers(None, loss), mode, partial(call_loss, called), answer, truth
+        )
         repeated = RepeatedRun(lambda log: run(log=log), "loss")
-        repeated.rerun()
-        repeated.rerun()
-        repeated.settle()
+        with restore_outside_state(model, loss):
+            repeated.rerun()
+            repeated.rerun()
+            repeated.settle()
     except Exception:
         return
     repeated.check_generators()

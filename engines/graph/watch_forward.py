@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointFunction
 
 from engines.errors import TraceError
@@ -188,6 +189,24 @@ def quote_layer_names() -> Iterator[None]:
         yield
     finally:
         module._format_target = original
+
+
+@contextmanager
+def restore_module_stack() -> Iterator[None]:
+    """Within the context, a module that raises an error does not confuse PyTorch's exporter if the error is caught.
+
+    The exporter's tracer keeps a stack of the modules that are being called, and does not take off one that raises.
+    """
+    mode = get_proxy_mode()
+    stack = getattr(mode.tracer, "module_stack", None) if mode else None
+    before = dict(stack or {})
+    try:
+        yield
+    except Exception:
+        if stack is not None:
+            stack.clear()
+            stack.update(before)
+        raise
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -205,17 +205,21 @@ class ImageWeights:
         """Return the weight of one image with `labels` (1, ...); `owned` are the loss's buffers by graph name."""
         if not self.source:
             return 1.0
-        # The nodes that count labels, run one after another by their kernels.
-        values: dict[str, Any] = {**owned, "labels": labels, "@device": torch.device("cpu")}
+        return float(run_nodes(self.nodes, {**owned, "labels": labels})[self.source])
 
-        def resolve(argument: Any) -> Any:
-            return map_refs(lambda ref: values[ref.name], argument)
 
-        for node in self.nodes:
-            positional, keywords = split_arguments(node, {})
-            named = {name: resolve(argument) for name, argument in keywords.items()}
-            values[node.name] = get_kernel(node.operator)(*map(resolve, positional), **named)
-        return float(values[self.source])
+def run_nodes(nodes: Iterable[Node], inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Run nodes that compute something from the labels, one after another on the CPU; return all values by name."""
+    values: dict[str, Any] = {**inputs, "@device": torch.device("cpu")}
+
+    def resolve(argument: Any) -> Any:
+        return map_refs(lambda ref: values[ref.name], argument)
+
+    for node in nodes:
+        positional, keywords = split_arguments(node, {})
+        named = {name: resolve(argument) for name, argument in keywords.items()}
+        values[node.name] = get_kernel(node.operator)(*map(resolve, positional), **named)
+    return values
 
 
 def compute_mean_loss(losses: Sequence[float], weights: Sequence[float]) -> float:

@@ -153,7 +153,13 @@ class HeldOutSet:
                 f"{label.dtype}, of one image ({type(error).__name__}: {error}). Held-out images are evaluated one by "
                 f"one, by what the model answers in evaluation mode: let the loss take that, or {remedy}"
             ) from error
-        _ = self._weights  # traces the loss of one image
+        # A loss that takes a tensor and the whole output alike would be another one by the tensor alone.
+        if (given := self._alone.loss_input) != "Tensor":
+            raise TraceError(
+                f"{loss} takes the whole {given} that the model answers with, but held-out images are "
+                f"evaluated by its prediction alone. Let the model answer with a tensor in evaluation mode, or {remedy}"
+            )
+        _ = self._weights  # traces the loss of two images where it needs that
 
     def _copy_loss(self) -> Loss:
         """Return the loss in evaluation mode, in the type of the ranks' weights."""
@@ -180,18 +186,22 @@ class HeldOutSet:
         counts = sum((counts for _, counts in steps), Counts())
         return Scores(compute_mean_loss(*zip(*pairs, strict=True)), counts, tuple(bad.values())) if pairs else None
 
+    def _trace_images(self, images: int) -> ModelGraph:
+        """Return the graph of the loss of some images, in evaluation mode."""
+        graph, plan = self.recipe.graph, self.recipe.plan
+        specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in graph.inputs)
+        model = copy.deepcopy(self.model).eval()  # batch norm may reject one image in training
+        return trace(model, self.loss, *specs, plan.precision, choose_autocast_type(self.recipe.device))
+
+    @cached_property
+    def _alone(self) -> ModelGraph:
+        """The graph of the loss of one image."""
+        return self._trace_images(1)
+
     @cached_property
     def _weights(self) -> ImageWeights:
         """The weight of each image in the mean loss."""
-        graph, plan = self.recipe.graph, self.recipe.plan
-
-        def trace_images(images: int) -> ModelGraph:
-            inputs = (graph.inputs["images"], graph.inputs["labels"])
-            specs = (replace(spec, shape=(images, *spec.shape[1:])) for spec in inputs)
-            return trace(model, judge, *specs, plan.precision, choose_autocast_type(self.recipe.device))
-
-        model, judge = copy.deepcopy(self.model).eval(), self.loss  # batch norm may reject one image in training
-        return ImageWeights.of(trace_images)
+        return ImageWeights.of(lambda images: self._alone if images == 1 else self._trace_images(images))
 
     def _score_steps(
         self, ask: PredictImages, bad: dict[int, str], loss: Loss

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from engines.comm.device import choose_device
 from engines.graph.model_graph import to_user_name
+from engines.graph.outputs import call_loss, merge_outputs
 from engines.graph.owners import iterate_owners
 from engines.graph.trace_cache import Loss
-from engines.graph.traceability import get_prediction, merge_outputs
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.rng import CounterRNGMode
 from engines.train.optimisers import Optimiser, make_optimiser
@@ -124,9 +124,9 @@ class ReferenceTraining:
             random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
             self.begun += 1
             with random, self._make_autocast():
-                answer = get_prediction(self.model(images.to(self.dtype)))
+                answer = self.model(images.to(self.dtype))
                 if not self.whole_loss:
-                    value = self.loss(answer, labels)
+                    value, _ = call_loss(self.loss, answer, labels)
             if self.whole_loss:
                 outputs.append(answer)
                 continue
@@ -136,7 +136,7 @@ class ReferenceTraining:
         # A loss of the whole batch is computed once, from all micro-batches' outputs; their graphs stay until then.
         if self.whole_loss:
             with self._make_autocast():
-                value = self.loss(merge_outputs(outputs), batch["labels"].to(self.device, copy=True))
+                value, _ = call_loss(self.loss, merge_outputs(outputs), batch["labels"].to(self.device, copy=True))
             self.losses = [float(value.item())] * self.micro_batches
             if self.optimiser:
                 self.scaler.scale(value).backward()

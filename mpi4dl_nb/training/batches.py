@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
-from engines.graph.labels import find_label_specs
+from engines.graph.labels import find_invalid_labels
 from engines.graph.model_inputs import describe_value, format_packing
 from engines.images.dataset import cast_numbers
 from engines.plan import Plan
@@ -59,15 +59,12 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
             )
         whole[name] = cast_numbers(name, tensor, spec)
     # An index beyond the classes must not reach a GPU: the assertion in its kernel leaves the process without that GPU.
-    for numbers in find_label_specs(recipe.graph):
-        wrong = numbers.find_invalid(whole["labels"])
-        if wrong.numel():
-            ignores = "" if numbers.ignored is None else f" and ignores {numbers.ignored}"
-            raise ImageError(
-                f"A label is {int(wrong.max())}, but the loss takes numbers of {numbers.classes} classes (0 to "
-                f"{numbers.classes - 1}){ignores}. Change the labels, the loss's ignore_index, or the model's "
-                "num_classes."
-            )
+    for numbers, wrong in find_invalid_labels(recipe.graph, whole["labels"]):
+        ignores = "" if numbers.ignored is None else f" and ignores {numbers.ignored}"
+        raise ImageError(
+            f"A label is {int(wrong.max())}, but the loss takes numbers of {numbers.classes} classes (0 to "
+            f"{numbers.classes - 1}){ignores}. Change the labels, the loss's ignore_index, or the model's num_classes."
+        )
     return whole
 
 

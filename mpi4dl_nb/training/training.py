@@ -81,16 +81,18 @@ class StepTimeline(Timeline):
 class Training(TrainingHandle):
     """Distributed training of a model on a cluster under a plan.
 
-    `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(prediction,
-    labels)` defaults to cross-entropy. If the loss is a sum or a mean over the batch, whatever labels the mean counts
-    (`ignore_index`, class weights, masks), the loss of a step is that of the whole batch. For any other loss, such as
-    Dice over the batch, a step with several micro-batches computes the mean of the losses of the micro-batches, and a
-    warning says so. Labels are class indices, (N,) or (N, H, W), unless `labels` is an example tensor of one batch of
-    labels, such as `torch.zeros(4, 1, 32, 32)` (only its shape and dtype are used), or a `TensorSpec(shape, dtype)`.
-    The model is only read: its weights are the initial ones, and `state_dict()` returns the trained ones. Numbers and
-    flags that the model or the loss read must stay as they are: a step after a change is refused. `clip_norm`
-    bounds the norm of all gradients together. `scheduler` is a function of the optimiser that returns a scheduler,
-    which steps once after each update, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
+    `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(output,
+    labels)` defaults to cross-entropy. It gets all that the model returns, and of several tensors the `logits` alone
+    only if it cannot take the whole; a warning says so. If the loss is a sum or a mean over the batch, whatever labels
+    the mean counts (`ignore_index`, class weights, masks), the loss of a step is that of the whole batch. For any other
+    loss, such as Dice over the batch, a step with several micro-batches computes the mean of the losses of the
+    micro-batches, and a warning says so. Labels are class indices, (N,) or (N, H, W), unless `labels` is an example
+    tensor of one batch of labels, such as `torch.zeros(4, 1, 32, 32)` (only its shape and dtype are used), or a
+    `TensorSpec(shape, dtype)`. The model is only read: its weights are the initial ones, and `state_dict()` returns the
+    trained ones. Numbers and flags that the model or the loss read must stay as they are: a step after a change is
+    refused. `clip_norm` bounds the norm of all gradients together. `scheduler` is a function of the optimiser that
+    returns a scheduler, which steps once after each update, such as `partial(torch.optim.lr_scheduler.StepLR,
+    step_size=10)`.
 
     `optimiser` is a function of the parameters that returns an optimiser, such as `partial(torch.optim.Adam, lr=1e-3)`.
     The function gets all parameters of the model (and of the loss if it is a module), in order; if its first argument

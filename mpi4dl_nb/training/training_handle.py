@@ -19,6 +19,7 @@ from engines.formatting import format_bytes, format_html_table
 from engines.graph.labels import format_causes
 from engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.model_state import ModelState
+from engines.graph.outputs import warn_of_left_out
 from engines.graph.python_values import TracedValues
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
@@ -88,6 +89,7 @@ class TrainingHandle:
             line.update(f"Compiling {plan.summary} ...")
             self.programs = compile_plan(self.recipe.graph, plan)
         warn_of_mean(self.recipe.graph, plan, stacklevel=2)
+        warn_of_left_out(self.recipe.graph, stacklevel=2)
         if changed := describe_precision_change(model, self.loss, plan):
             warnings.warn(changed, stacklevel=2)
         self.name = uuid.uuid4().hex
@@ -101,7 +103,7 @@ class TrainingHandle:
         self._create()
         graph = self.recipe.graph
         updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
-        self._traced = TracedValues(model, self.loss, updated)
+        self._traced = TracedValues(model, self.loss, updated, self.traces.kept_outside)
 
     def check_unchanged(self) -> None:
         """Raise PlanError if a value of the model or the loss that the trace has taken was changed since then."""

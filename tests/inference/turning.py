@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import make_loopback_worlds
-from engines.graph.traceability import collect_tensors, get_prediction
+from engines.graph.outputs import collect_tensors, get_prediction
 from engines.inference.rank_predictor import prepare_prediction
 from engines.inference.tile_passes import TilePasses
 from engines.plan import Plan

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from engines.errors import TraceError
 from engines.graph.model_graph import TensorSpec
+from engines.graph.outputs import collect_tensors, get_prediction
 from engines.graph.stages import find_layers
 from engines.graph.trace import infer_output_spec, trace
-from engines.graph.traceability import collect_tensors, get_prediction
 from engines.plan import Plan
 from engines.train.recipe import prepare
 from tests.exact import assert_exact, whole_numbers, with_whole_weights

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
+from engines.graph import trace as traces
 from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
-from engines.graph.trace import trace, trace_inference
+from engines.graph.trace import infer_output_spec, trace, trace_inference
 from engines.models import resnet_v1
 from engines.spatial.kernels import get_operator
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
@@ -460,3 +461,29 @@ TYPES = [
 @pytest.mark.parametrize("name", TYPES)
 def test_the_size_of_every_type_is_that_of_torch(name: str):
     assert TensorSpec((3,), name).bytes == 3 * getattr(torch, name).itemsize
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "most"),
+    [((1, 3, 42, 33), (40, 32), 5), ((1, 3, 1023, 1021), (1020, 1020), 5), ((1, 5, 1023, 1021), None, 1)],
+    ids=["a small image", "a large image", "no size at all"],
+)
+def test_a_size_is_sought_in_few_runs(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: tuple[int, int] | None, most: int
+):
+    """A run of a large model takes seconds: a model that runs at no size is run once more, not at six sizes."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Halving())
+    runs: list[tuple[int, ...]] = []
+    run = traces._can_run
+    monkeypatch.setattr(traces, "_can_run", lambda model, images: runs.append(images.shape) or run(model, images))
+    told = re.escape(f"It does run on {size[0]} x {size[1]} px") if size else "parameters or buffers.$"
+    with pytest.raises(TraceError, match=told):
+        infer_output_spec(model, TensorSpec(shape, "float32"))
+    assert len(runs) <= most
+
+
+def test_the_search_for_a_size_ends_in_time(monkeypatch: pytest.MonkeyPatch):
+    """Where the runs take long, any size that is known to run is told."""
+    monkeypatch.setattr(traces, "_SEARCH_S", 0.0)
+    with pytest.raises(TraceError, match=r"It does run on 960 x 960 px \(multiples of 64\)"):
+        infer_output_spec(Halving(), TensorSpec((1, 3, 1023, 1021), "float32"))

@@ -1,0 +1,156 @@
+"""The supported outputs of a model: what the loss is given of them, and which tensor is the prediction.
+
+Stock models return a tensor, or a tuple, a list, a mapping, a dataclass or another object with tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.errors import TraceError
+from engines.formatting import format_names
+from engines.graph.model_graph import ModelGraph
+from engines.graph.watch_forward import restore_module_stack
+
+
+def get_prediction(answer: Any) -> Any:
+    """Return the prediction in a model's output: its `logits` if present, or else its only tensor.
+
+    An output of several tensors without that name is returned unchanged.
+    """
+    named: Mapping[str, Any] = {}
+    if isinstance(answer, Mapping):
+        named = answer
+    elif hasattr(answer, "_asdict"):  # a named tuple
+        named = answer._asdict()
+    elif is_dataclass(answer):
+        named = {field.name: getattr(answer, field.name) for field in fields(answer)}
+    elif _has_logits(answer):
+        named = vars(answer)
+    if named.get("logits") is not None:
+        return named["logits"]
+    found = list(collect_tensors(answer).values())
+    return found[0] if len(found) == 1 else answer
+
+
+def _has_logits(value: Any) -> bool:
+    """Return whether a value is an object of no known kind that has logits among its attributes."""
+    return hasattr(value, "__dict__") and isinstance(vars(value).get("logits"), Tensor)
+
+
+def collect_tensors(answer: Any) -> dict[str, Tensor]:
+    """Return the tensors in a model's output by their place in it, in order. Raises TraceError for other types."""
+    return dict(_iterate_places(answer, ()))
+
+
+def _iterate_places(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield ".".join(place), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _iterate_places(item, (*place, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _iterate_places(item, (*place, str(index)))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _iterate_places(getattr(value, field.name), (*place, field.name))
+    elif _has_logits(value):
+        yield from _iterate_places(vars(value), place)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TraceError(
+            f"The model answers with a {type(value).__name__}, in which no tensor can be found. "
+            "Let it return a tensor, or a tuple, list, dict or dataclass of tensors."
+        )
+
+
+def collect_from_prediction(answer: Any) -> dict[str, Tensor]:
+    """Return the tensors in a model's output by their place in it, the prediction first."""
+    prediction, found = get_prediction(answer), collect_tensors(answer)
+    return dict(sorted(found.items(), key=lambda item: item[1] is not prediction))
+
+
+def merge_outputs(answers: Sequence[Any]) -> Any:
+    """Concatenate the outputs for several micro-batches: each tensor then has the images of all of them."""
+    first = answers[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(answers))
+    if isinstance(first, Mapping):
+        found = {key: merge_outputs([answer[key] for answer in answers]) for key in first}
+        return found if type(first) is dict else type(first)(**found)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(first, **{name: merge_outputs([getattr(answer, name) for answer in answers]) for name in names})
+    if isinstance(first, list | tuple):
+        items = [merge_outputs(parts) for parts in zip(*answers, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if _has_logits(first):
+        made = copy.copy(first)
+        vars(made).update(merge_outputs([vars(answer) for answer in answers]))
+        return made
+    return first
+
+
+# What a loss is given.
+
+
+def call_loss(loss: Callable[..., Any], answer: Any, labels: Any) -> tuple[Any, Any]:
+    """Return the loss of a model's output, and what the loss was given: the whole output, as in a loop of one's own.
+
+    Only if the loss cannot take the whole, because it wants a tensor, it is given the prediction (`get_prediction`).
+    Raises what the loss raises.
+    """
+    try:
+        with restore_module_stack():
+            return loss(answer, labels), answer
+    except (AttributeError, TypeError, KeyError) as error:
+        prediction = get_prediction(answer)
+        if prediction is answer or not _wants_tensor(error):
+            raise
+        failure = error
+    try:
+        return loss(prediction, labels), prediction
+    except (AttributeError, TypeError, KeyError):  # it takes neither: the first error is that of a loop of one's own
+        raise failure from None
+
+
+def _wants_tensor(error: Exception) -> bool:
+    """Return whether a loss may have failed since it treats the whole output as one tensor.
+
+    So do `output.shape` and `output[:, 0]`. A loss that asks a tensor for an attribute that it lacks, or a mapping for
+    a name, has taken the whole, and is wrong.
+    """
+    if isinstance(error, KeyError):
+        return not error.args or not isinstance(error.args[0], str)
+    return not isinstance(getattr(error, "obj", None), Tensor)
+
+
+def find_left_out(answer: Any, given: Any) -> tuple[str, ...]:
+    """Return the places of the tensors in a model's output that are not in what the loss is given."""
+    if given is answer:
+        return ()
+    found, known = [], {id(tensor) for tensor in collect_tensors(given).values()}
+    with suppress(TraceError):  # the loss is not given it, so that anything may be in it
+        found = [place for place, tensor in _iterate_places(answer, ()) if id(tensor) not in known]
+    return tuple(found)
+
+
+def warn_of_left_out(graph: ModelGraph, stacklevel: int) -> None:
+    """Warn if the loss is given the logits of the model's output alone, since it cannot take the whole output."""
+    if graph.left_out:
+        several, verb = ("s", "count") if len(graph.left_out) > 1 else ("", "counts")
+        warnings.warn(
+            f"The loss takes a tensor, and not all that the model returns: it is given the logits. The other "
+            f"tensor{several} ({format_names(list(graph.left_out))}) {verb} nothing in the training. "
+            "For a loss of all of them, write a function of what the model returns and the labels, such as "
+            "loss=lambda o, y: cross_entropy(o.logits, y) + ...",
+            stacklevel=stacklevel + 1,
+        )
