@@ -173,7 +173,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         if isinstance(module, nn.ModuleList)
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
-    return replace(graph, chains=frozenset(chains))
+    return replace(graph, chains=frozenset(chains), default_type=str(torch.get_default_dtype()).removeprefix("torch."))
 
 
 _MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images

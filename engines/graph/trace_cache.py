@@ -42,7 +42,7 @@ class TraceCache:
     # Three levels, from what costs seconds to what costs nothing:
     #
     #     _traces   by image and label specs and precision           one run of the model
-    #     (each also by the state of the model)
+    #     (each also by the state of the model, and by PyTorch's default type)
     #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
     #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
@@ -139,7 +139,7 @@ class TraceCache:
     def _make_key(self, plan: Plan) -> Hashable:
         images = self._get_image_spec(plan)
         share = get_shard_spec(images, plan) if plan.local_dp > 1 else None
-        return self.get_state(), images, plan.precision, share
+        return self.get_state(), images, plan.precision, share, torch.get_default_dtype()
 
     def get_state(self) -> ModelState:
         """Return the state in which the model is traced."""
@@ -176,7 +176,7 @@ class TraceCache:
 
         A share of a micro-batch uses the same trace as a micro-batch of its size.
         """
-        key = self.get_state(), images, answers, plan.precision
+        key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
         if key not in self._traces:
             made = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.

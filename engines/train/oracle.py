@@ -250,7 +250,8 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
         sizes = _compute_squares(theirs)
         return max(_compare_squares(_compute_squares(getattr(rank, kind), theirs), sizes) for rank in ranks)
 
-    worst_rel, worst = max((each for step in steps for each in _compare_by_name(*step)), default=(0.0, ""))
+    noise = max((_find_noise(weight.dtype) for weight in oracle.weights.values()), default=_find_noise(torch.float64))
+    worst_rel, worst = max((each for step in steps for each in _compare_by_name(*step, noise)), default=(0.0, ""))
     return Comparison(
         # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
         loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
@@ -294,12 +295,19 @@ def _compare_squares(differences: Mapping[str, float], sizes: Mapping[str, float
     return _compute_relative(sum(differences.values()), sum(sizes[name] for name in differences))
 
 
-def _compare_by_name(differences: Mapping[str, float], sizes: Mapping[str, float]) -> Iterator[tuple[float, str]]:
+def _find_noise(dtype: torch.dtype) -> float:
+    """Return the share of all gradients' squared size below which that of a weight is only rounding."""
+    return 1e-24 if dtype is torch.float64 else 1e-10
+
+
+def _compare_by_name(
+    differences: Mapping[str, float], sizes: Mapping[str, float], noise: float
+) -> Iterator[tuple[float, str]]:
     """Yield the relative error of each tensor. A reference that is zero up to rounding counts as large as all."""
     whole = sum(sizes.values())
     for name, difference in differences.items():
         own = sizes[name]
-        yield _compute_relative(difference, own if own > 1e-24 * whole else whole), name
+        yield _compute_relative(difference, own if own > noise * whole else whole), name
 
 
 def _compute_relative(difference: float, size: float) -> float:

@@ -24,6 +24,7 @@ from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss
 from engines.program.worker import Inputs
+from engines.train.default_type import use_default_type
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from engines.train.recipe import Recipe
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
@@ -273,7 +274,12 @@ def _train_plain_model(
         begin(alone)
         return train_reference(alone, batches)
 
-    return _run_reference(run, dtype)
+    # Constants without a type of their own, as torch.tensor([1.0, 3.0]) in a loss, follow the type that is computed in.
+    # Ranks in float64 have them in the trace: there both sides have the same.
+    traced = recipe.plan.precision == "float64"
+    default = getattr(torch, recipe.graph.default_type) if traced else torch.promote_types(dtype, torch.float32)
+    with use_default_type(default):
+        return _run_reference(run, dtype)
 
 
 def compare_records(
@@ -289,7 +295,9 @@ def compare_records(
     as rounding allows (`RoundingCheck`); if an ulp decides an optimiser's update, that is judged by the ranks' own
     gradients. `ok` in other precisions: every error is within TOLERANCE over all tensors, or
     within TIMES that of `one_process` in the same precision. `ok` is never true if a weight stays unchanged although
-    its gradient is not zero and its learning rate not 0. `why` explains any deviation. Raises VerifyError.
+    its gradient is not zero and its learning rate not 0. `why` explains any deviation.
+    A model that one process can compute in float32 only is compared with that; ranks in float32 are then as near as the
+    rounding of float32 allows. Raises VerifyError.
     """
 
     def run_plain_model(
@@ -301,22 +309,32 @@ def compare_records(
         begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]
     ) -> TrainingRecord:
         with meanwhile:
-            return run_plain_model(torch.float64, begin, [change(batch) for batch in whole])
+            return run_plain_model(best, begin, [change(batch) for batch in whole])
 
     start: dict[str, Tensor] = {}
 
     def copy_weights(process: ReferenceTraining) -> None:
         start.update({name: weight.detach().clone() for name, weight in process.weights.items()})
 
-    precision = recipe.plan.precision
-    oracle = run_plain_model(torch.float64, copy_weights)
+    precision, best = recipe.plan.precision, torch.float64
+    try:
+        oracle = run_plain_model(best, copy_weights)
+    except VerifyError as error:
+        if precision == "float64":
+            raise
+        best = torch.float32
+        try:
+            oracle = run_plain_model(best, copy_weights)
+        except VerifyError:
+            raise error from error.__cause__
     found = compare(oracle, records)
     # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
-    eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
+    alike = precision == str(best).removeprefix("torch.")
+    eps, where = find_lowest_precision(recipe.graph) if alike else (DOUBLE, "")
     rounding = RoundingCheck(oracle, run_perturbed, eps, start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
     line["dtype"], why = precision, []
-    if precision == "float64":
+    if alike:
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
         far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
@@ -339,4 +357,6 @@ def compare_records(
             "optimiser.",
         )
         line["ok"] = False
+    if best is torch.float32:
+        why.append("One process, which cannot compute the model in float64, computes in float32 as well.")
     return VerifyResult(line, why=" ".join(why)) if why else VerifyResult(line)
