@@ -154,7 +154,8 @@ class ModelGraph(FactTable):
     tensors that forward creates or finds, with their values. `answers` name the tensors that the model returns, and
     `loss` the loss. `chains` are the modules that only run their children one after another. `share` is the same model
     with fewer images, for ranks that share the images of a micro-batch. `whole` is set if a step has several
-    micro-batches. `default_type` is PyTorch's default type while it was traced.
+    micro-batches. `default_type` is PyTorch's default type while it was traced. `recomputed` says how often a step
+    updates a buffer for one update in forward, if the model computes it once more in backward.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -169,6 +170,7 @@ class ModelGraph(FactTable):
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
     default_type: str = "float32"
+    recomputed: Mapping[str, int] = field(default_factory=dict)
 
     caption = "Traced model"
 

@@ -23,6 +23,7 @@ from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
 from engines.graph.owners import collect_buffers, find_first_names, iterate_owners
+from engines.graph.recomputed_norms import find_recomputed_buffers
 from engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
 from engines.graph.traceability import (
     collect_attributes,
@@ -173,7 +174,17 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         if isinstance(module, nn.ModuleList)
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
-    return replace(graph, chains=frozenset(chains), default_type=str(torch.get_default_dtype()).removeprefix("torch."))
+    default = str(torch.get_default_dtype()).removeprefix("torch.")
+    graph = replace(graph, chains=frozenset(chains), default_type=default)
+    if whole.loss is None or not whole.constants.recomputes:
+        return graph
+
+    def forward() -> Tensor:
+        images, labels = inputs
+        return copies[1](get_prediction(copies[0](images)), labels)  # type: ignore[no-any-return]
+
+    with _translate_errors(model, specs[0], whole.constants):
+        return replace(graph, recomputed=find_recomputed_buffers(graph, collect_buffers(*copies), forward))
 
 
 _MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images

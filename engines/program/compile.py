@@ -275,5 +275,17 @@ class Compiler:
             for stage in stages
             for entry in builders[stage].statistics
         )
-        counters = {name: grown for builder in builders.values() for name, grown in builder.counters.items()}
-        yield Update("update", statistics, {name: self.plan.micro_batches * grown for name, grown in counters.items()})
+        again = self.graph.recomputed
+        # Backward comes to the last norm first.
+        statistics += tuple(
+            replace(entry, turn=turn)
+            for turn in range(1, max(again.values(), default=1))
+            for entry in reversed(statistics)
+            if again.get(entry.mean_buffer, 1) > turn
+        )
+        counters = {
+            name: self.plan.micro_batches * grown * again.get(name, 1)
+            for builder in builders.values()
+            for name, grown in builder.counters.items()
+        }
+        yield Update("update", statistics, counters)
