@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engines.comm.device import choose_autocast_type
 from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
-from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
+from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads, check_synced_norms
 from engines.graph.model_state import ModelState
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
@@ -119,6 +119,7 @@ class TraceCache:
                     graph = replace(graph, share=share)
                 self._graphs[key] = graph
             check_buffer_reads(self._graphs[key], plan.micro_batches)
+            check_synced_norms(self._graphs[key], plan)
             if plan.micro_batches == 1:
                 return self._graphs[key]
             # The number of micro-batches matters only to losses that are sums, which are multiplied by it. Any other
