@@ -127,6 +127,8 @@ class BatchLoss:
     were multiplied by the number of micro-batches. `unknown` explains why the loss has no such form; the graph is then
     unchanged, and each micro-batch has its own loss. `weighed_by` is the source that weights the losses of several
     batches in their mean: "" for equal weights, None if no such source is known.
+    `mixes` says where the model itself computes with several images at once, so that its outputs for a micro-batch are
+    not those for the whole batch. `apart`: one process can compare with a model only micro-batch by micro-batch.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -134,6 +136,8 @@ class BatchLoss:
     scaled: bool = False
     unknown: str = ""
     weighed_by: str | None = None
+    mixes: str = ""
+    apart: bool = False
 
     @property
     def differs(self) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
 
 from engines.comm.device import choose_device
 from engines.graph.model_graph import to_user_name
@@ -67,6 +70,8 @@ class ReferenceTraining:
     `torch.amp.GradScaler`.
     `whole_loss`: the model computes one micro-batch after another, and the loss is computed from the outputs of all of
     them at once; all activations are kept until then. Otherwise a step's loss is the mean of the micro-batches' losses.
+    `whole_model`: the model, too, gets all micro-batches at once, as a user's own loop would call it. Only norms with
+    running statistics normalise each micro-batch by itself, unless they are an nn.SyncBatchNorm.
     """
 
     def __init__(
@@ -80,13 +85,17 @@ class ReferenceTraining:
         rules: UpdateRules | None = None,
         device: torch.device | None = None,
         whole_loss: bool = False,
+        whole_model: bool = False,
     ) -> None:
         self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
+        self.whole_model = whole_model and micro_batches > 1
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         # Ranks seed micro-batch `number` of a step with `steps * micro_batches + number`, and count steps from 1.
         self.begun = micro_batches
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
+        if self.whole_model:
+            _normalise_by_micro_batch(self.model, micro_batches)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
         # The function may freeze weights, so that what is trained is known only after it was called.
         trains = any(weight.requires_grad for weight in self.weights.values())
@@ -114,25 +123,26 @@ class ReferenceTraining:
         for weight in self.weights.values():
             weight.grad = None
         self.losses: list[float] = []
-        outputs = []
-        parts = (split_micro_batches(batch[name], self.micro_batches) for name in ("images", "labels"))
+        outputs: list[Any] = []
+        together = self.micro_batches if self.whole_model else 1  # micro-batches in one call of the model
+        parts = (split_micro_batches(batch[name], self.micro_batches // together) for name in ("images", "labels"))
         for part in zip(*parts, strict=True):
             # Copies: a forward may write to its images, and the batch is used again.
             images, labels = (tensor.to(self.device, copy=True) for tensor in part)
             if labels.is_floating_point():  # as those of a trace: some losses refuse two types
                 labels = labels.to(torch.promote_types(labels.dtype, self.dtype))
-            random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
-            self.begun += 1
+            random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun, together)
+            self.begun += together
             with random, self._make_autocast():
                 answer = get_prediction(self.model(images.to(self.dtype)))
                 if not self.whole_loss:
-                    value = self.loss(answer, labels)
+                    values = [self.loss(*each) for each in _split(together, answer, labels)]
             if self.whole_loss:
                 outputs.append(answer)
                 continue
-            self.losses.append(float(value.item()))
+            self.losses += [float(value.item()) for value in values]
             if self.optimiser:
-                self.scaler.scale(value / self.micro_batches).backward()
+                self.scaler.scale(sum(values) / self.micro_batches).backward()
         # A loss of the whole batch is computed once, from all micro-batches' outputs; their graphs stay until then.
         if self.whole_loss:
             with self._make_autocast():
@@ -186,6 +196,24 @@ class ReferenceTraining:
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients, by name."""
         return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
+
+
+def _normalise_by_micro_batch(model: nn.Module, count: int) -> None:
+    """Let each norm that has statistics of a batch take the `count` micro-batches of its input one after another."""
+
+    def normalise(plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return torch.cat([plain(part) for part in x.chunk(count)])
+
+    for module in model.modules():
+        if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm):
+            module.forward = partial(normalise, module.forward)  # type: ignore[method-assign]
+
+
+def _split(count: int, answer: Any, labels: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the outputs and labels of each of `count` micro-batches, for a loss of each by itself."""
+    for number in range(count):
+        own = tree_map_only(Tensor, lambda tensor, n=number: tensor.chunk(count)[n], answer) if count > 1 else answer
+        yield own, split_micro_batches(labels, count)[number]
 
 
 def train_reference(alone: ReferenceTraining, batches: Iterable[Mapping[str, Tensor]]) -> TrainingRecord:

@@ -265,12 +265,12 @@ def check_reference(recipe: Recipe, model: nn.Module, loss: Loss, batches: Seque
 def _train_plain_model(
     recipe: Recipe, model: nn.Module, loss: Loss, dtype: torch.dtype, begin: Begin, batches: Any
 ) -> TrainingRecord:
-    count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
+    count, whole_model = recipe.plan.micro_batches, recipe.compares_whole
+    own = recipe.graph.whole is not None and recipe.graph.whole.unknown  # each micro-batch has a loss of its own
+    how = {"whole_model": whole_model, "whole_loss": recipe.has_whole_loss or (whole_model and not own)}
 
     def run() -> TrainingRecord:
-        alone = ReferenceTraining(
-            model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, whole_loss=whole_loss
-        )
+        alone = ReferenceTraining(model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, **how)
         begin(alone)
         return train_reference(alone, batches)
 
