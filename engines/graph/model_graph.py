@@ -305,7 +305,9 @@ def check_synced_norms(graph: ModelGraph, plan: Plan) -> None:
     """
     if not graph.synced:
         return
-    first = f"{min(graph.synced)} is an nn.SyncBatchNorm, which normalises by the statistics of the whole batch of a step"
+    first = (
+        f"{min(graph.synced)} is an nn.SyncBatchNorm, which normalises by the statistics of the whole batch of a step"
+    )
     if plan.micro_batches > plan.data_parallel:
         chosen = ", ".join(
             f"{name}={value!r}"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import index
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from engines.comm.device import choose_autocast_type
 from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
-from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads, check_synced_norms
+from engines.graph.model_graph import BatchLoss, ModelGraph, TensorSpec, check_buffer_reads, check_synced_norms
+from engines.graph.model_mixing import ModelAnalysis
 from engines.graph.model_state import ModelState
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
@@ -48,6 +51,7 @@ class TraceCache:
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _mixing: dict[Hashable, tuple[str, bool]] = field(default_factory=dict, repr=False, compare=False)
     _checked: set[Hashable] = field(default_factory=set, repr=False, compare=False)  # types, for side effects
 
     def __post_init__(self) -> None:
@@ -128,14 +132,32 @@ class TraceCache:
                 if known in self._wholes:
                     return self._wholes[known]
 
-            def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
-                twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
-                return self._trace(plan, *twice)
-
-            found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
+            found = with_whole_loss(self._graphs[key], lambda: self._trace_times(plan, 2), plan.micro_batches)
+            mixes, apart = self._find_mixing(plan)
+            found = replace(found, whole=replace(found.whole or BatchLoss(), mixes=mixes, apart=apart))
             scaled = found.whole is not None and found.whole.scaled
             self._wholes[key, plan.micro_batches if scaled else None] = found
             return found
+
+    def _trace_times(self, plan: Plan, times: int) -> ModelGraph:
+        """Trace a micro-batch of some times as many images."""
+        more = (replace(spec, shape=(times * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
+        return self._trace(plan, *more)
+
+    def _find_mixing(self, plan: Plan) -> tuple[str, bool]:
+        """Return where the model computes with several images at once, and whether it can be compared only apart."""
+        state = self.get_state()
+        if state not in self._mixing:
+            norms = {name for name, module in self.model.named_modules() if isinstance(module, _NormBase)}
+            # A single image may be a special case, as for x.squeeze(): then two of them are asked as well.
+            for times in (1, 2) if self._get_image_spec(plan).shape[0] == 1 else (1,):
+                found = ModelAnalysis(
+                    self._trace_times(plan, times), partial(self._trace_times, plan, 2 * times), norms=norms
+                )
+                self._mixing[state] = found.find_mixing(), found.apart
+                if not self._mixing[state][0]:
+                    break
+        return self._mixing[state]
 
     def _make_key(self, plan: Plan) -> Hashable:
         images = self._get_image_spec(plan)
