@@ -57,7 +57,7 @@ def find_recomputed_buffers(
         raise TraceError(
             "The model computes a part of forward once more in backward (torch.utils.checkpoint), and has norms that "
             f"count what they see ({to_user_name(min(updated))}). How often they do could not be found out: "
-            f"{type(error).__name__}: {error}. Leave out the recomputation: Plan(checkpoint_activations=True) recomputes."
+            f"{type(error).__name__}: {error}. Leave it out: Plan(checkpoint_activations=True) recomputes."
         ) from error
     for name in sorted(updated):
         if first[name] and count.counts[name] % first[name]:

@@ -28,8 +28,8 @@ from engines.predict.kernel_effects import LiveBytes
 from engines.predict.machine import Machine
 from engines.program.worker import Inputs
 from engines.train import checkpoint_load, checkpoint_save
-from engines.train.default_type import use_default_type
 from engines.train.debug_step import RankStepper, StepState
+from engines.train.default_type import use_default_type
 from engines.train.evaluation import RankEvaluation
 from engines.train.oracle import TrainingRecord
 from engines.train.recipe import Recipe

@@ -359,7 +359,7 @@ class RoundingCheck:
         )
 
     def _estimate_storage_error(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
-        """Return the error from rounding a stored value in each step, which may exceed the effect of an ulp's change."""
+        """Return the error from rounding a stored value in each step, which may exceed an ulp's effect."""
         # A small change of a large weight or buffer is rounded to its own precision in each step, on both sides; losses
         # and gradients are made anew in each step.
         held = {_MOVED: self.record.weights, "buffer": self.record.buffers}.get(key[0], {})

@@ -84,6 +84,18 @@ def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
     return sentences
 
 
+def _describe_parts(recipe: Recipe) -> list[str]:
+    """Say so if one process, too, takes micro-batches for what is not the same for the whole batch; else empty."""
+    whole = recipe.graph.whole
+    if whole is None or recipe.compares_whole or not (whole.mixes or whole.unknown):
+        return []
+    what = f"the model ({whole.mixes})" if whole.mixes else f"the loss ({whole.unknown})"
+    return [
+        f"One process, too, takes the {recipe.plan.micro_batches} micro-batches one after another: {what} gives other "
+        "numbers for the whole batch, as a warning said when the training was made."
+    ]
+
+
 def _describe_key(key: Key) -> str:
     what, step, name = key
     return f"the {what} {name}" + (f" in step {step}" if step else " after all steps")
@@ -282,6 +294,22 @@ def _train_plain_model(
         return _run_reference(run, dtype)
 
 
+def _run_in_best_type(
+    precision: str, run: Callable[[torch.dtype], TrainingRecord]
+) -> tuple[TrainingRecord, torch.dtype]:
+    """Return the record of one process, and its type: float64, or float32 if ranks are in another and it fails there.
+
+    Raises the VerifyError of float64 if both fail.
+    """
+    try:
+        return run(torch.float64), torch.float64
+    except VerifyError as error:
+        if precision != "float64":
+            with suppress(VerifyError):
+                return run(torch.float32), torch.float32
+        raise error from error.__cause__
+
+
 def compare_records(
     recipe: Recipe,
     model: nn.Module,
@@ -316,17 +344,8 @@ def compare_records(
     def copy_weights(process: ReferenceTraining) -> None:
         start.update({name: weight.detach().clone() for name, weight in process.weights.items()})
 
-    precision, best = recipe.plan.precision, torch.float64
-    try:
-        oracle = run_plain_model(best, copy_weights)
-    except VerifyError as error:
-        if precision == "float64":
-            raise
-        best = torch.float32
-        try:
-            oracle = run_plain_model(best, copy_weights)
-        except VerifyError:
-            raise error from error.__cause__
+    precision = recipe.plan.precision
+    oracle, best = _run_in_best_type(precision, lambda dtype: run_plain_model(dtype, copy_weights))
     found = compare(oracle, records)
     # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
     alike = precision == str(best).removeprefix("torch.")
@@ -359,4 +378,5 @@ def compare_records(
         line["ok"] = False
     if best is torch.float32:
         why.append("One process, which cannot compute the model in float64, computes in float32 as well.")
+    why += _describe_parts(recipe)
     return VerifyResult(line, why=" ".join(why)) if why else VerifyResult(line)

@@ -233,8 +233,9 @@ class Training(TrainingHandle):
         every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
         with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
         differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
-        rate are not zero. What cannot be computed in float64, such as class weights of float32, is compared in float32. The result is a dict, shown as one sentence above its numbers. Raises VerifyError if
-        the model cannot be trained in one process.
+        rate are not zero. What cannot be computed in float64, such as class weights of float32, is compared in float32,
+        and `why` says so. The result is a dict, shown as one sentence above its numbers. Raises VerifyError if the
+        model cannot be trained in one process.
         """
         start_s = time.perf_counter()
         self.check_unchanged()
