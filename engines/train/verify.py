@@ -90,10 +90,11 @@ def _describe_parts(recipe: Recipe) -> list[str]:
     if whole is None or recipe.compares_whole or not (whole.mixes or whole.unknown):
         return []
     what = f"the model ({whole.mixes})" if whole.mixes else f"the loss ({whole.unknown})"
-    return [
+    sentence = (
         f"One process, too, takes the {recipe.plan.micro_batches} micro-batches one after another: {what} gives other "
         "numbers for the whole batch, as a warning said when the training was made."
-    ]
+    )
+    return [sentence]
 
 
 def _describe_key(key: Key) -> str:

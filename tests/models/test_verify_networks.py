@@ -1,4 +1,4 @@
-"""`verify` on stock networks whose weights are not the stock ones, with own batches: no false alarm, and no fault missed."""
+"""`verify` on stock networks with weights that are not the stock ones, and own batches: no false alarm."""
 
 from __future__ import annotations
 
