@@ -69,10 +69,9 @@ NETWORKS: dict[str, Network] = {
         "DynUNet", kernel_size=[3, 3], strides=[1, 2], upsample_kernel_size=[2], filters=[8, 16], norm_name="batch"
     ),
     "MONAI VNet": _segmenter("VNet", dropout_prob_down=None, dropout_prob_up=(None, None)),
-    "MONAI AutoEncoder": _segmenter("AutoEncoder", **_UNET),
+    "MONAI AutoEncoder": _segmenter("AutoEncoder", channels=(8, 16), strides=(2, 2)),
     "MONAI AHNet": _segmenter("AHNet", (64, 64), layers=(1, 1, 1, 1)),
-    "MONAI MedNeXt": _segmenter("MedNeXtSmall", init_filters=4),
-    "MONAI UNETR": _segmenter("UNETR", img_size=32, feature_size=4, hidden_size=32, mlp_dim=32, num_heads=2),
+    "MONAI MedNeXt": _segmenter("MedNeXt", init_filters=4),
     "MONAI SwinUNETR": _segmenter("SwinUNETR", feature_size=12),
     "MONAI SENet": _monai(
         "SENet",
@@ -119,9 +118,8 @@ NETWORKS: dict[str, Network] = {
         depths=[1, 1, 1],
         key_dim=[8, 8, 8],
     ),
-    "transformers PVT": _of_transformers("Pvt", image_size=32, **_STAGES),
-    "transformers PVT V2": _of_transformers("PvtV2", image_size=32, **_STAGES),
-    "transformers CvT": _of_transformers("Cvt", embed_dim=[8, 16, 24], num_heads=[1, 2, 3], depth=[1, 1, 1]),
+    "transformers PVT": _of_transformers("Pvt", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
+    "transformers PVT V2": _of_transformers("PvtV2", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
     "transformers FocalNet": _of_transformers("FocalNet", image_size=32, embed_dim=8, depths=[1, 1, 1, 1]),
     "transformers SegFormer": _of_transformers("Segformer", **_STAGES),
     "transformers SegFormer, segmenting": _of_transformers(
