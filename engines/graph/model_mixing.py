@@ -62,24 +62,24 @@ class ModelAnalysis(LossAnalysis):
         if node.operator == "aten.batch_norm.default" and node.arguments["training"]:
             self.apart |= node.module not in self.norms
         if uses_generator(node) or find_sample_number(self.graph, node) is not None:
-            return self._compute_draw(node, shares)
+            self.apart |= uses_generator(node) or self.find_node_axis(node) != 0
+            if (found := self._compute_draw(node, shares)) is not None:
+                return found
         found = self.apply_rule(node)
         if found.kind is not AggregationKind.UNKNOWN:
             return found
         return _LAYERS.get(node.short_operator, propagate_layer)(self, node, shares) or found
 
-    def _compute_draw(self, node: Node, shares: Mapping[str, BatchAggregation]) -> BatchAggregation:
-        """Return the aggregation of an operator that draws random numbers: for each image, or for all of them alike."""
-        axis = self.find_node_axis(node)
-        self.apart |= axis != 0 and node.spec is not None
-        if shares:
-            (first, *others) = shares.values()
-            made = first.combine(*others)
-            return (made.is_plain and make_rows(made, axis)) or BatchAggregation(AggregationKind.UNKNOWN)
-        is_fill = node.short_operator in FILLS
-        if axis is not None:
-            return make_rows(CONSTANT, axis) if is_fill else BatchAggregation(AggregationKind.UNKNOWN)  # type: ignore[return-value]
-        return CONSTANT if self.is_batch_independent(node) else BatchAggregation(AggregationKind.UNKNOWN)
+    def _compute_draw(self, node: Node, shares: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
+        """Return the aggregation of random numbers, or of values that are changed by them one by one; else None."""
+        made = CONSTANT.combine(*shares.values())
+        if not shares:
+            axis = self.find_node_axis(node)
+            return make_rows(made, axis) if axis is not None and node.short_operator in FILLS else None
+        if not all(share.is_plain for share in shares.values()) or node.short_operator in _LAYERS:
+            return None
+        first = shares[node.reads[0]]  # dropout, bernoulli, noise like the values
+        return replace(first, known=False) if node.spec == self.graph.specs.get(node.reads[0]) else None
 
 
 def _find_layers(graph: ModelGraph) -> list[Node]:

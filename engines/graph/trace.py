@@ -175,8 +175,8 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
     default = str(torch.get_default_dtype()).removeprefix("torch.")
-    synced = {name for name, module in whole.model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
-    synced = {name for name in synced if whole.model.get_submodule(name).training}
+    modules = whole.model.named_modules(remove_duplicate=False)
+    synced = {name for name, module in modules if isinstance(module, nn.SyncBatchNorm) and module.training}
     graph = replace(graph, chains=frozenset(chains), default_type=default, synced=frozenset(synced))
     if whole.loss is None or not whole.constants.recomputes:
         return graph

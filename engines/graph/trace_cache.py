@@ -148,7 +148,8 @@ class TraceCache:
         """Return where the model computes with several images at once, and whether it can be compared only apart."""
         state = self.get_state()
         if state not in self._mixing:
-            norms = {name for name, module in self.model.named_modules() if isinstance(module, _NormBase)}
+            modules = self.model.named_modules(remove_duplicate=False)
+            norms = {name for name, module in modules if isinstance(module, _NormBase)}
             # A single image may be a special case, as for x.squeeze(): then two of them are asked as well.
             for times in (1, 2) if self._get_image_spec(plan).shape[0] == 1 else (1,):
                 found = ModelAnalysis(
