@@ -60,7 +60,7 @@ class ModelAnalysis(LossAnalysis):
         if len(rows) > 1 or any(share.kind is AggregationKind.UNKNOWN for share in shares.values()):
             return BatchAggregation(AggregationKind.UNKNOWN)
         if node.operator == "aten.batch_norm.default" and node.arguments["training"]:
-            self.apart |= node.module not in self.norms
+            self.apart |= node.called not in self.norms
         if uses_generator(node) or find_sample_number(self.graph, node) is not None:
             self.apart |= uses_generator(node) or self.find_node_axis(node) != 0
             if (found := self._compute_draw(node, shares)) is not None:

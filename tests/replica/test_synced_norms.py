@@ -85,6 +85,26 @@ def test_micro_batches_one_after_another_are_refused(options: dict[str, Any], sa
         Training(model, plan, cluster, (4, 3, 12, 14))
 
 
+class Shared(nn.Module):
+    """One norm that is called twice."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 4, 3), norm, nn.Linear(4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(torch.relu(self.norm(self.stem(images)))).mean((2, 3)))
+
+
+def test_a_norm_that_is_called_twice():
+    plan = REPLICAS["replicas"]
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        for norm in (nn.SyncBatchNorm(4), nn.BatchNorm2d(4)):
+            training = Training(Shared(norm), plan, cluster, (2, 3, 12, 14))
+            assert training.recipe.compares_whole
+            assert training.verify()["ok"]
+
+
 def test_evaluation_mode_asks_for_no_statistics():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(net()).eval()
     plan = Plan(split_size=2, spatial_size=0, parts=2)
