@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError, TraceError
 from engines.graph.trace_cache import TraceCache
+from engines.program import exchange_runner
+from engines.program.update import GradientBucket, OptimiserStep
+from engines.spatial import kernels
 from engines.train.verify import VerifyResult
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.models.networks import NETWORKS, make_images, train_a_little
@@ -65,3 +69,57 @@ def test_no_false_alarm(name: str):
     assert proof["ok"], f"{proof}"
     assert several.whole
     assert not several.whole.mixes
+
+
+OFF = 1 + 1e-6
+
+
+def scale_halos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels that other ranks have sent arrive wrong."""
+    plain = exchange_runner.copy_to_device
+    monkeypatch.setattr(
+        exchange_runner, "copy_to_device", lambda tensors, *where: [each * OFF for each in plain(tensors, *where)]
+    )
+
+
+def scale_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of gradients over ranks are wrong."""
+    plain = GradientBucket.finish
+
+    def finish(self: GradientBucket) -> None:
+        plain(self)
+        for weight in self.weights:
+            weight.grad = None if weight.grad is None else weight.grad * OFF
+
+    monkeypatch.setattr(GradientBucket, "finish", finish)
+
+
+def scale_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm normalises by another deviation."""
+    plain = kernels.get_kernel("tile.moments")
+
+    def compute_moments(*given: Any) -> Tensor:
+        return plain(*given) * OFF
+
+    monkeypatch.setitem(kernels._KERNELS, "tile.moments", compute_moments)
+
+
+def scale_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimiser of a rank takes another step."""
+    plain = OptimiserStep.step
+
+    def step(self: OptimiserStep, stats: Tensor) -> None:
+        for weight in self.weights.values():
+            if weight.grad is not None:
+                weight.grad = weight.grad * OFF
+        plain(self, stats)
+
+    monkeypatch.setattr(OptimiserStep, "step", step)
+
+
+@pytest.mark.parametrize("put", [scale_halos, scale_sums, scale_norms, scale_steps])
+def test_a_fault_is_found(put: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+    put(monkeypatch)
+    proof = verify_network("a segmenter", (Plan(split_size=1, slice_method="1x2"),))
+    assert not proof["ok"]
+    assert "This is a fault, not rounding" in proof["why"]
