@@ -85,7 +85,8 @@ class Plan:
 
     A batch has `parts` micro-batches. Batch norm normalises each micro-batch by itself, as GPipe does. For a model with
     batch norm, a step of several micro-batches or replicas therefore differs from one process on the whole batch; it
-    equals one process that takes the micro-batches one after another, to which `verify` compares it.
+    equals one process that takes the micro-batches one after another, to which `verify` compares it. An
+    `nn.SyncBatchNorm` normalises by the statistics of all replicas, which must have one micro-batch each.
     `schedule` is the order of micro-batches: `fill_drain` (GPipe), `1f1b`, `interleaved` (with `stages_per_rank` stages
     on each rank after the spatial stages), `zero_bubble`, or `gems`.
     `bidirectional` runs `times` pairs of batches through two copies of the model in mirrored rank order (GEMS).

@@ -70,7 +70,8 @@ class ConstantPropagationMode(TorchFunctionMode):
 
     `held` are the real tensors of its buffers, by name, and `memory` that of all its tensors. `decided` maps each
     buffer whose numbers were read to the source line of the first read; `unanswered` describes the last read of numbers
-    that are not known. `stored` are the attributes in which forward has stored tensors.
+    that are not known. `stored` are the attributes in which forward has stored tensors. `recomputes` is set if
+    backward computes a part of forward once more (torch.utils.checkpoint).
     """
 
     held: Mapping[str, Tensor] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class ConstantPropagationMode(TorchFunctionMode):
     decided: dict[str, str] = field(default_factory=dict)
     unanswered: str = ""
     stored: list[str] = field(default_factory=list)
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()

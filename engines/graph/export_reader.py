@@ -253,6 +253,8 @@ class ExportReader:
         ):
             self.names[node.name] = arguments["self"].name
             return
+        if isinstance(made, Tensor) and arguments.get("dtype", 0) is None and not any(find_ref_names(arguments)):
+            arguments["dtype"] = made.dtype  # of torch.ones(3): PyTorch's default here, which ranks may not have
         if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
             raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
         if self.has_loss and (flag := next((each for each in ("sparse", "sparse_grad") if arguments.get(each)), "")):

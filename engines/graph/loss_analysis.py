@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from engines.errors import TraceError
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
@@ -30,6 +30,7 @@ class BatchAggregation:
     A sum over the batch has degree 0, a mean degree 1. `axis` is the image axis, counted from the front. `known`: the
     value depends only on the labels and untrained tensors, not on other micro-batches. `derived`: it depends on a
     total over all micro-batches. `over` are the denominators of a loss; "" stands for a mean over a constant count.
+    The axis may hold `outer` times all images, one time after another: that of (T, N, C) as (T * N, C) holds T times.
     """
 
     kind: AggregationKind
@@ -38,6 +39,7 @@ class BatchAggregation:
     known: bool = False
     derived: bool = False
     over: frozenset[str] = frozenset()
+    outer: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -138,6 +140,7 @@ class LossAnalysis:
     wanted: set[str] = field(default_factory=set)
     ratios: set[str] = field(default_factory=set)
     scaled: set[tuple[str, str]] = field(default_factory=set)
+    of_model: ClassVar[bool] = False
     why: str = ""
     aggregations: dict[str, BatchAggregation] = field(default_factory=dict)
 
@@ -219,6 +222,10 @@ class LossAnalysis:
         drawn = uses_generator(node) or find_sample_number(self.graph, node) is not None  # others in each micro-batch
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
+        return self.apply_rule(node)
+
+    def apply_rule(self, node: Node) -> BatchAggregation:
+        """Return the aggregation of a node's output by the rule of its operator."""
         names = node.operator.removeprefix("aten."), node.short_operator, "*" if is_pointwise(node.operator) else ""
         rule = next((_RULES[name] for name in names if name in _RULES), None)
         if rule:
@@ -289,10 +296,10 @@ class LossAnalysis:
         """
         specs = self.graph.specs
         shapes = [(share, specs[name].shape) for name, share in shares.items() if name in specs]
-        ends = {share.axis - len(shape) for share, shape in shapes if share.kind is AggregationKind.ROWS}
+        ends = {(share.axis - len(shape), share.outer) for share, shape in shapes if share.kind is AggregationKind.ROWS}
         if len(ends) != 1:
             return None
-        (end,) = ends
+        ((end, _),) = ends
         others = [shape for share, shape in shapes if share.kind is AggregationKind.SAME]
         return None if any(len(shape) >= -end and shape[end] != 1 for shape in others) else end
 

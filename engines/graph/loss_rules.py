@@ -29,8 +29,11 @@ def propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     axis = a.find_node_axis(node)
     if axis is None or node.spec is None:
         return None
-    kept = prod(a.get_spec(ref).shape[: found.axis]) == prod(node.spec.shape[:axis])
-    return replace(found, axis=axis) if kept else None
+    # (T, N, C) as (T * N, C): the new axis holds the images T times. Losses take no such rows.
+    before, kept = found.outer * prod(a.get_spec(ref).shape[: found.axis]), prod(node.spec.shape[:axis])
+    outer = before // kept
+    whole = before == outer * kept and node.spec.shape[axis] % outer == 0
+    return replace(found, axis=axis, outer=outer) if whole and (outer == 1 or a.of_model) else None
 
 
 @aggregates("permute", "transpose", "movedim", "swapaxes", "t", "numpy_T", "select", "slice", "narrow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 
 from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_bytes, format_number
+from engines.plan import OPTIONS, Plan
 
 MODEL, LOSS = "model.", "loss."
 """Prefixes of the names of weights and buffers: of the model's own, and of a loss that is a module."""
@@ -94,6 +96,11 @@ class Node:
         return tuple(find_ref_names(self.arguments))
 
     @property
+    def called(self) -> str:
+        """The module, without the number that a trace gives to each further call of it: `norm@1` is `norm`."""
+        return re.sub(r"@\d+", "", self.module)
+
+    @property
     def short_operator(self) -> str:
         """The operator's name without `aten.` and its overload."""
         return self.operator.removeprefix("aten.").split(".")[0]
@@ -126,6 +133,8 @@ class BatchLoss:
     were multiplied by the number of micro-batches. `unknown` explains why the loss has no such form; the graph is then
     unchanged, and each micro-batch has its own loss. `weighed_by` is the source that weights the losses of several
     batches in their mean: "" for equal weights, None if no such source is known.
+    `mixes` says where the model itself computes with several images at once, so that its outputs for a micro-batch are
+    not those for the whole batch. `apart`: one process can compare with a model only micro-batch by micro-batch.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -133,6 +142,8 @@ class BatchLoss:
     scaled: bool = False
     unknown: str = ""
     weighed_by: str | None = None
+    mixes: str = ""
+    apart: bool = False
 
     @property
     def differs(self) -> bool:
@@ -155,7 +166,10 @@ class ModelGraph(FactTable):
     loss is given, the prediction first, and `loss` the loss. `loss_input` is the type of what the loss is
     given, "Tensor" for the prediction alone, and `left_out` are the places of the output's other tensors then. `chains`
     are the modules that only run their children one after another. `share` is the same model with fewer images, for
-    ranks that share the images of a micro-batch. `whole` is set if a step has several micro-batches.
+    ranks that share the images of a micro-batch. `whole` is set if a step has several micro-batches. `default_type` is
+    PyTorch's default type while it was traced. `recomputed` says how often a step updates a buffer for one update in
+    forward, if the model computes it once more in backward. `synced` are the modules that are an nn.SyncBatchNorm in
+    training, which normalises the whole batch of a step.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -171,6 +185,9 @@ class ModelGraph(FactTable):
     share: ModelGraph | None = None
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    default_type: str = "float32"
+    recomputed: Mapping[str, int] = field(default_factory=dict)
+    synced: frozenset[str] = frozenset()
 
     caption = "Traced model"
 
@@ -289,6 +306,37 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
                     "read it."
                 )
         changed |= own
+
+
+def check_synced_norms(graph: ModelGraph, plan: Plan) -> None:
+    """Raise PlanError if an nn.SyncBatchNorm cannot have the statistics of a step's whole batch, which it asks for.
+
+    Replicas that take one micro-batch each compute them together. Micro-batches that follow one another cannot.
+    """
+    if not graph.synced:
+        return
+    first = (
+        f"{min(graph.synced)} is an nn.SyncBatchNorm, which normalises by the statistics of the whole batch of a step"
+    )
+    if plan.micro_batches > plan.data_parallel:
+        chosen = ", ".join(
+            f"{name}={value!r}"
+            for name, value in plan.chosen.items()
+            if OPTIONS[name].divides == "step" and name != "data_parallel"
+        )
+        raise PlanError(
+            f"{first}, but {chosen} computes its micro-batches one after another: the first would need the last. Use "
+            "replicas (data_parallel) of one micro-batch each, or nn.BatchNorm2d, which normalises each micro-batch."
+        )
+    if not plan.sync_batchnorm and any(grid.tiles > 1 for grid in plan.grids):
+        raise PlanError(
+            f"{first}, but sync_batchnorm=False normalises each tile by itself. Leave it out, or use nn.BatchNorm2d."
+        )
+
+
+def is_synced_count(graph: ModelGraph, node: Node) -> bool:
+    """Return whether a node counts the batches of an nn.SyncBatchNorm: one for each step."""
+    return node.operator == "aten.add_.Tensor" and node.called in graph.synced
 
 
 def is_batch_dependent(graph: ModelGraph) -> bool:

@@ -78,25 +78,31 @@ def collect_from_prediction(answer: Any) -> dict[str, Tensor]:
     return dict(sorted(found.items(), key=lambda item: item[1] is not prediction))
 
 
-def merge_outputs(answers: Sequence[Any]) -> Any:
-    """Concatenate the outputs for several micro-batches: each tensor then has the images of all of them."""
+def map_tensors(function: Callable[..., Tensor], *answers: Any) -> Any:
+    """Return an output like these, whose tensors are `function` of those at the same place of each of them."""
     first = answers[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(answers))
+        return function(*answers)
     if isinstance(first, Mapping):
-        found = {key: merge_outputs([answer[key] for answer in answers]) for key in first}
+        found = {key: map_tensors(function, *(answer[key] for answer in answers)) for key in first}
         return found if type(first) is dict else type(first)(**found)
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
-        return replace(first, **{name: merge_outputs([getattr(answer, name) for answer in answers]) for name in names})
+        parts = {name: map_tensors(function, *(getattr(answer, name) for answer in answers)) for name in names}
+        return replace(first, **parts)
     if isinstance(first, list | tuple):
-        items = [merge_outputs(parts) for parts in zip(*answers, strict=True)]
+        items = [map_tensors(function, *parts) for parts in zip(*answers, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if _has_logits(first):
         made = copy.copy(first)
-        vars(made).update(merge_outputs([vars(answer) for answer in answers]))
+        vars(made).update(map_tensors(function, *map(vars, answers)))
         return made
     return first
+
+
+def merge_outputs(answers: Sequence[Any]) -> Any:
+    """Concatenate the outputs for several micro-batches: each tensor then has the images of all of them."""
+    return map_tensors(lambda *tensors: torch.cat(tensors), *answers)
 
 
 # What a loss is given.

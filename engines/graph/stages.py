@@ -7,13 +7,13 @@ the names of the modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph, Node, Ref
+from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
 from engines.plan import Plan
 from engines.spatial.local_rules import is_pointwise, make_shared_images_error
 from engines.spatial.tiles import Span
@@ -189,9 +189,9 @@ class _LayerFinder:
 
 # Operators whose arguments include the shape of the result: of the same values, or of values that are alike everywhere.
 _RESHAPED = {f"aten.{name}" for name in ("view.default", "reshape.default", "_unsafe_view.default", "unflatten.int")}
-_FILLS = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty", "expand")
-_MADE_ALIKE = {f"aten.{name}.default" for name in _FILLS}
-_SHAPED = _RESHAPED | _MADE_ALIKE
+FILLS = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty", "expand")
+_MADE_ALIKE = {f"aten.{name}.default" for name in FILLS}
+SHAPED = _RESHAPED | _MADE_ALIKE
 _AXES = ("dim", "dims", "dimension", "dim0", "dim1", "dim2", "axis0", "axis1", "source", "destination")
 # Operators that only move axes: the shapes of their results say where the images went.
 _MOVED = ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims")
@@ -256,37 +256,41 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
         own, images = (next(iter(graph.inputs.values())).shape[0] for graph in (share, whole))
         if mine and mine[0] * images != its[0] * own:
             raise make_shared_images_error(node, f"makes {its[0]} entries of {images} images, but {mine[0]} of {own}")
-        _check_image_axis(node, whole, parted)
+        if why := describe_image_axis(node, whole.specs, next(iter(node.reads), None) in parted):
+            raise make_shared_images_error(node, why)
         if not reads and node.operator not in _MADE_ALIKE:
             raise make_shared_images_error(node, "makes values for each image, for which there is no rule")
     mine, its = ({name: repr(value) for name, value in each.arguments.items()} for each in (twin, node))
-    if mine != its and not (is_pointwise(node.operator) or node.operator in _SHAPED):
+    if mine != its and not (is_pointwise(node.operator) or node.operator in SHAPED):
         raise make_shared_images_error(node, "has the number of images as an argument, for which there is no rule")
     shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
-    return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
+    return replace(twin, arguments={**node.arguments, **(shape if node.operator in SHAPED else {})})
 
 
-def _check_image_axis(node: Node, whole: ModelGraph, parted: frozenset[str]) -> None:
-    """Raise TraceError if an operator works along the axis of the images."""
-    sizes, first = whole.specs, next(iter(node.reads), None)
+def describe_image_axis(node: Node, sizes: Mapping[str, TensorSpec], reads_images: bool) -> str:
+    """Return how an operator works along the axis of the images, the first one; empty if it does not.
+
+    `reads_images`: the first value that it reads has an entry for each image. `sizes` are the specs of all values.
+    """
     name = node.operator.removeprefix("aten.").split(".")[0]
     ranks = [len(sizes[read].shape) for read in node.reads if read in sizes]
     count = len(node.spec.shape) if node.spec and name in _ADDING else next(iter(ranks), 0)
     # Axes, and numbers of entries, are those of what is read first: a table, perhaps, of which no rank has its own.
-    if first in parted and name not in _MOVED:
+    if reads_images and name not in _MOVED:
         for axis in _AXES if name != "tile" else ():
             dims = node.arguments.get(axis, 0.0)  # 0.0: it has no such argument; none at all is all axes
             given = [0] if dims is None or dims in ([], ()) else dims if isinstance(dims, list | tuple) else [dims]
             if any(type(dim) is int and count and dim % count == 0 for dim in given):
-                raise make_shared_images_error(node, f"works along the axis of the images ({axis}={dims})")
+                return f"works along the axis of the images ({axis}={dims})"
         # A mask has an entry for each of the images that a rank has; numbers count those of all ranks.
         indices = node.arguments.get("indices")
         chosen = indices[0] if isinstance(indices, list | tuple) and indices else None
         if chosen is not None and not (isinstance(chosen, Ref) and sizes[chosen.name].dtype == "bool"):
-            raise make_shared_images_error(node, "picks or writes images by their numbers")
+            return "picks or writes images by their numbers"
     along = name in _ALONG_FIRST and count <= _IF_FEW_AXES.get(name, count)
     if along or (name in _RECURRENT and node.arguments.get("batch_first") is not True):
-        raise make_shared_images_error(node, "works along the first axis, that of the images")
+        return "works along the first axis, that of the images"
     repeats = node.arguments.get("dims" if name == "tile" else "repeats")
     if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
-        raise make_shared_images_error(node, "repeats the images")
+        return "repeats the images"
+    return ""

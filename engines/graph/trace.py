@@ -26,6 +26,7 @@ from engines.graph.outputs import call_loss, collect_from_prediction, collect_te
 from engines.graph.outside_state import restore_outside_state
 from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
 from engines.graph.owners import collect_buffers, find_first_names, iterate_owners
+from engines.graph.recomputed_norms import find_recomputed_buffers
 from engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
 from engines.graph.traceability import (
     collect_attributes,
@@ -197,8 +198,28 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         if isinstance(module, nn.ModuleList)
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
+    default = str(torch.get_default_dtype()).removeprefix("torch.")
+    modules = whole.model.named_modules(remove_duplicate=False)
+    synced = {name for name, module in modules if isinstance(module, nn.SyncBatchNorm) and module.training}
     given = whole.loss_input
-    return replace(graph, chains=frozenset(chains), loss_input=given.type, left_out=given.left_out)
+    graph = replace(
+        graph,
+        chains=frozenset(chains),
+        loss_input=given.type,
+        left_out=given.left_out,
+        default_type=default,
+        synced=frozenset(synced),
+    )
+    if whole.loss is None or not whole.constants.recomputes:
+        return graph
+
+    def forward() -> Tensor:
+        images, labels = inputs
+        loss, _ = call_loss(copies[1], copies[0](images), labels)
+        return loss  # type: ignore[no-any-return]
+
+    with _translate_errors(model, specs[0], whole.constants):
+        return replace(graph, recomputed=find_recomputed_buffers(graph, collect_buffers(*copies), forward))
 
 
 _MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from engines.comm.device import choose_autocast_type
 from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
-from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
+from engines.graph.model_graph import BatchLoss, ModelGraph, TensorSpec, check_buffer_reads, check_synced_norms
 from engines.graph.model_inputs import (
     check_forward,
     check_image_shape,
@@ -20,6 +22,7 @@ from engines.graph.model_inputs import (
     describe_value,
     format_packing,
 )
+from engines.graph.model_mixing import ModelAnalysis
 from engines.graph.model_state import ModelState
 from engines.graph.outside_state import Place, restore_outside_state
 from engines.graph.trace import infer_output_spec, trace
@@ -50,12 +53,13 @@ class TraceCache:
     # Three levels, from what costs seconds to what costs nothing:
     #
     #     _traces   by image and label specs and precision           one run of the model
-    #     (each also by the state of the model)
+    #     (each also by the state of the model, and by PyTorch's default type)
     #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
     #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _mixing: dict[Hashable, tuple[str, bool]] = field(default_factory=dict, repr=False, compare=False)
     _checked: set[Hashable] = field(default_factory=set, repr=False, compare=False)  # types, for side effects
     kept_outside: list[Place] = field(default_factory=list, repr=False, compare=False)
     """The places outside of the model in which its code keeps tensors, and what else it changes there."""
@@ -124,6 +128,7 @@ class TraceCache:
                         graph = replace(graph, share=share)
                 self._graphs[key] = graph
             check_buffer_reads(self._graphs[key], plan.micro_batches)
+            check_synced_norms(self._graphs[key], plan)
             if plan.micro_batches == 1:
                 return self._graphs[key]
             # The number of micro-batches matters only to losses that are sums, which are multiplied by it. Any other
@@ -132,12 +137,9 @@ class TraceCache:
                 if known in self._wholes:
                     return self._wholes[known]
 
-            def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
-                twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
-                with self._restore_outside():
-                    return self._trace(plan, *twice)
-
-            found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
+            found = with_whole_loss(self._graphs[key], lambda: self._trace_times(plan, 2), plan.micro_batches)
+            mixes, apart = self._find_mixing(plan)
+            found = replace(found, whole=replace(found.whole or BatchLoss(), mixes=mixes, apart=apart))
             scaled = found.whole is not None and found.whole.scaled
             self._wholes[key, plan.micro_batches if scaled else None] = found
             return found
@@ -151,10 +153,32 @@ class TraceCache:
             finally:
                 self.kept_outside.extend(state.restored)
 
+    def _trace_times(self, plan: Plan, times: int) -> ModelGraph:
+        """Trace a micro-batch of some times as many images."""
+        more = (replace(spec, shape=(times * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
+        with self._restore_outside():
+            return self._trace(plan, *more)
+
+    def _find_mixing(self, plan: Plan) -> tuple[str, bool]:
+        """Return where the model computes with several images at once, and whether it can be compared only apart."""
+        state = self.get_state()
+        if state not in self._mixing:
+            modules = self.model.named_modules(remove_duplicate=False)
+            norms = {name for name, module in modules if isinstance(module, _NormBase)}
+            # A single image may be a special case, as for x.squeeze(): then two of them are asked as well.
+            for times in (1, 2) if self._get_image_spec(plan).shape[0] == 1 else (1,):
+                found = ModelAnalysis(
+                    self._trace_times(plan, times), partial(self._trace_times, plan, 2 * times), norms=norms
+                )
+                self._mixing[state] = found.find_mixing(), found.apart
+                if not self._mixing[state][0]:
+                    break
+        return self._mixing[state]
+
     def _make_key(self, plan: Plan) -> Hashable:
         images = self._get_image_spec(plan)
         share = get_shard_spec(images, plan) if plan.local_dp > 1 else None
-        return self.get_state(), images, plan.precision, share
+        return self.get_state(), images, plan.precision, share, torch.get_default_dtype()
 
     def get_state(self) -> ModelState:
         """Return the state in which the model is traced."""
@@ -191,7 +215,7 @@ class TraceCache:
 
         A share of a micro-batch uses the same trace as a micro-batch of its size.
         """
-        key = self.get_state(), images, answers, plan.precision
+        key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
         if key not in self._traces:
             made = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.

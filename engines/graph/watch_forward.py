@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -36,8 +37,8 @@ class _NullContext:
 
 
 @contextmanager
-def _check_custom_functions() -> Iterator[None]:
-    """Within the context, check each function that this thread calls.
+def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None]:
+    """Within the context, check each function that this thread calls; note in `constants` what backward recomputes.
 
     Raises TraceError for a function whose backward does not compute the gradient of its forward.
     """
@@ -49,6 +50,7 @@ def _check_custom_functions() -> Iterator[None]:
 
     def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         if cls is CheckpointFunction and threading.get_ident() == thread:
+            constants.recomputes = True
             # Its forward runs without gradients, its backward once more with them: the same as to call the function.
             # Where no argument requires a gradient, PyTorch computes none.
             run, _, *given = arguments
@@ -65,10 +67,18 @@ def _check_custom_functions() -> Iterator[None]:
             return _call_forward(cls, arguments)
         return plain.__get__(None, cls)(*arguments, **keywords)
 
+    def enter(hooks: Any) -> Any:
+        # Whatever recomputes without a function of its own keeps less than autograd would, by such hooks.
+        constants.recomputes |= threading.get_ident() == thread
+        return plain_enter(hooks)
+
+    plain_enter = saved_tensors_hooks.__enter__
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
+        saved_tensors_hooks.__enter__ = plain_enter  # type: ignore[method-assign]
         if own is None:
             del torch.autograd.Function.apply
         else:
@@ -163,7 +173,7 @@ def watch_forward(module: nn.Module, constants: ConstantPropagationMode) -> Iter
     """Within the context, `constants` answers forward's reads of tensor values. Errors become TraceAbortedErrors."""
     constants.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
     try:
-        with constants, _check_custom_functions():
+        with constants, _check_custom_functions(constants):
             yield
     except Exception as error:
         raise TraceAbortedError(error) from error

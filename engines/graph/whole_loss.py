@@ -23,20 +23,32 @@ WHOLE_BATCH = "of the whole batch"
 
 def describe_step_loss(graph: ModelGraph, plan: Plan) -> str:
     """Return a phrase that says what the loss of a step is, for the description of a training."""
-    if plan.micro_batches == 1 or graph.whole is None or not graph.whole.unknown:
+    if plan.micro_batches == 1 or graph.whole is None or not (graph.whole.unknown or graph.whole.mixes):
         return WHOLE_BATCH
+    if not graph.whole.unknown:
+        return f"of the outputs of {plan.micro_batches} micro-batches, each computed by itself"
     return f"mean of the losses of {plan.micro_batches} micro-batches, each computed by itself"
 
 
 def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
-    """Warn if the loss is computed for each micro-batch separately, and so may differ from that of the whole batch."""
-    if describe_step_loss(graph, plan) == WHOLE_BATCH:
+    """Warn if the model or the loss may give other numbers for the micro-batches of a step than for the whole batch."""
+    if describe_step_loss(graph, plan) == WHOLE_BATCH or graph.whole is None:
         return
     chosen = ", ".join(f"{name}={value!r}" for name, value in plan.chosen.items() if OPTIONS[name].divides == "step")
+    if graph.whole.mixes:
+        warnings.warn(
+            f"The model computes with several images at once, as far as its trace tells (see {graph.whole.mixes}), and "
+            f"a step gives it {plan.micro_batches} micro-batches ({chosen}), each by itself: the outputs are not those "
+            "for the whole batch. verify() compares with one process that does the same. For the outputs of the whole "
+            "batch use a plan with one micro-batch.",
+            stacklevel=stacklevel + 1,
+        )
+    if not graph.whole.unknown:
+        return
     warnings.warn(
         f"The loss of a step is the mean of the losses of its {plan.micro_batches} micro-batches ({chosen}), each "
         "computed by itself, and not the loss of the whole batch: as far as its trace tells it is no sum or mean over "
-        f"the batch (see {graph.whole.unknown if graph.whole else ''}). verify() compares with one process that does "
+        f"the batch (see {graph.whole.unknown}). verify() compares with one process that does "
         "the same. For the whole batch's loss use a plan with one micro-batch, or a loss that is such a sum or mean.",
         stacklevel=stacklevel + 1,
     )

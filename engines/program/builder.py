@@ -132,15 +132,16 @@ class Builder(ValueLayouts):
         self.hold_extended(out)
         return Ref(out)
 
-    def all_reduce(self, ref: Ref) -> Ref:
-        """Return the sum of a value over the ranks of the stage."""
-        if len(self.stage.ranks) == 1:
+    def all_reduce(self, ref: Ref, group: tuple[int, ...] = ()) -> Ref:
+        """Return the sum of a value over the ranks of the stage, or over the `group`."""
+        group = group or self.stage.ranks
+        if len(group) == 1:
             return ref
         value = self.get_value(ref)
         self.flush()
         target = f"{value.name}.total"
         self.instructions.append(
-            AllReduce(target, value.name, target, value.spec, self.stage.ranks, value.differentiable)
+            AllReduce(target, value.name, target, value.spec, tuple(sorted(group)), value.differentiable)
         )
         self.values[target] = ValueLayout(target, value.spec, (), value.differentiable)
         return Ref(target)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from engines.errors import PlanError
-from engines.graph.model_graph import BatchLoss, ModelGraph
+from engines.graph.model_graph import BatchLoss, ModelGraph, is_synced_count
 from engines.graph.stages import find_sharded_names, shard_graph
 from engines.plan import Plan
 from engines.program.builder import Builder
@@ -246,7 +246,8 @@ class Compiler:
         stages = sorted({role.stage for role in roles})
         builders = {role.stage: self.lowering.get_builder(role) for role in roles}
         for stage in stages:
-            moments = tuple(entry.moments for entry in builders[stage].statistics if not entry.mean_over)
+            own = (entry for entry in builders[stage].statistics if not (entry.mean_over or entry.whole))
+            moments = tuple(entry.moments for entry in own)
             # Replicas and directions see different micro-batches, while the running statistics follow all of them. Tile
             # 0 speaks for the tiles of a stage: with synchronised batch norm all of them have the same moments.
             if moments and len(self.layout.pipes) > 1:
@@ -275,5 +276,18 @@ class Compiler:
             for stage in stages
             for entry in builders[stage].statistics
         )
-        counters = {name: grown for builder in builders.values() for name, grown in builder.counters.items()}
-        yield Update("update", statistics, {name: self.plan.micro_batches * grown for name, grown in counters.items()})
+        again = self.graph.recomputed
+        # Backward comes to the last norm first.
+        statistics += tuple(
+            replace(entry, turn=turn)
+            for turn in range(1, max(again.values(), default=1))
+            for entry in reversed(statistics)
+            if again.get(entry.mean_buffer, 1) > turn
+        )
+        whole = {node.arguments["self"].name for node in self.graph.nodes if is_synced_count(self.graph, node)}
+        counters = {
+            name: (1 if name in whole else self.plan.micro_batches) * grown * again.get(name, 1)
+            for builder in builders.values()
+            for name, grown in builder.counters.items()
+        }
+        yield Update("update", statistics, counters)

@@ -153,6 +153,8 @@ class RunningStatistics:
     They are updated once per micro-batch, in order. The ranks `mean_over` each count for their own tile and their own
     micro-batches, and keep the mean of the two buffers, of `mean_bytes` bytes. With a `counter`, a buffer that counts
     the micro-batches, the running statistics are the mean over all of them and `momentum` is ignored.
+    `turn` counts the passes over all micro-batches: 0 is that of forward, others are those of what backward recomputes.
+    `whole`: the moments are those of the whole batch, and there is one update for all micro-batches.
     """
 
     mean_buffer: str
@@ -163,6 +165,8 @@ class RunningStatistics:
     mean_over: tuple[int, ...] = ()
     counter: str | None = None
     mean_bytes: int = 0
+    turn: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,7 @@ class Lowering:
             tile_by_tile=self.tile_by_tile,
             sync_batchnorm=self.plan.sync_batchnorm,
             overlaps=overlaps,
+            copies=tuple(rank for pipe in self.layout.pipes for rank in pipe.stages[role.stage].ranks),
             memo=self._commons[replace(role, tile=0)],
         )
         add_inputs(builder, self.input_gradient)

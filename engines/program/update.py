@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -185,9 +186,12 @@ def update_buffers(
             for entry, rows in counted
             if entry.counter
         }
-        # Micro-batch by micro-batch over all entries, as a sequential model would update them.
-        for number in range(max((len(rows) for _, rows in counted), default=0)):
-            for entry, own in ((entry, rows[number]) for entry, rows in counted if number < len(rows)):
+        # Micro-batch by micro-batch over all entries, as a sequential model would update them; what backward recomputes
+        # comes after the forward passes of all micro-batches.
+        most = max((len(rows) for _, rows in counted), default=0)
+        for turn, number in product(sorted({entry.turn for entry in update.statistics}), range(most)):
+            own_turn = ((entry, rows) for entry, rows in counted if entry.turn == turn)
+            for entry, own in ((entry, rows[number]) for entry, rows in own_turn if number < len(rows)):
                 momentum = entry.momentum
                 if entry.counter is not None:
                     # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).
@@ -199,7 +203,7 @@ def update_buffers(
                     buffer = buffers[name]
                     buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
         for entry in update.statistics:
-            if entry.mean_over:
+            if entry.mean_over and not entry.turn:
                 by_group.setdefault(entry.mean_over, []).extend(
                     (buffers[entry.mean_buffer], buffers[entry.variance_buffer])
                 )

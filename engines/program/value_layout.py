@@ -65,7 +65,8 @@ class ValueLayouts:
 
     `batch_sharded` are the values of which the ranks hold different images, `extended` what they hold beyond their
     tiles. `memo` is shared by the builders of all ranks of the stage. `tile_by_tile`: tiles are computed one after
-    another without communication, so that only the tile of this rank is considered.
+    another without communication, so that only the tile of this rank is considered. `copies` are the ranks of the stage
+    in all replicas: those of the first one, of the second one, and so on.
     """
 
     graph: ModelGraph
@@ -76,6 +77,7 @@ class ValueLayouts:
     extended: ExtendedTiles = field(default_factory=ExtendedTiles)
     batch_sharded: frozenset[str] = frozenset()
     tile_by_tile: bool = False
+    copies: tuple[int, ...] = ()
     memo: Memo = field(default_factory=Memo)
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _node: str = ""

@@ -210,11 +210,22 @@ def _seed_generator(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class CounterRNGMode(TorchDispatchMode):
-    """Within the mode, a plain model in one process draws what its tiles draw, so that it can be their oracle."""
+    """Within the mode, a plain model in one process draws what its tiles draw, so that it can be their oracle.
 
-    def __init__(self, seed: int, step: int = 1) -> None:
+    `step` is the number of a micro-batch. A model that gets `count` of them at once, from that one on, draws for the
+    images of each what it would draw for them alone.
+    """
+
+    def __init__(self, seed: int, step: int = 1, count: int = 1) -> None:
         super().__init__()
-        self.seed, self.number = compute_step_seed(seed, step), 0
+        self.seeds, self.number = [compute_step_seed(seed, step + part) for part in range(count)], 0
+
+    def _draw(self, shape: Sequence[int], draw: Callable[[int, AxisRanges], Tensor]) -> Tensor:
+        """Return the draws for all images; `draw(seed, place)` makes those of one micro-batch."""
+        if len(self.seeds) == 1:
+            return draw(self.seeds[0], [(size, 0, size) for size in shape])
+        part = [shape[0] // len(self.seeds), *shape[1:]]
+        return torch.cat([draw(seed, [(size, 0, size) for size in part]) for seed in self.seeds])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -223,8 +234,7 @@ class CounterRNGMode(TorchDispatchMode):
         law = name.removesuffix("_")
         if law == "rrelu_with_noise" and any(args[4:5]):
             x, noise, lower, upper = args[:4]
-            place = [(size, 0, size) for size in x.shape]
-            drawn = sample_uniform(self.seed, 2 * self.number, place, x.device)
+            drawn = self._draw(x.shape, lambda seed, place: sample_uniform(seed, 2 * self.number, place, x.device))
             noise.copy_(_compute_slopes(x, drawn, lower, upper))  # ATen's backward reads the slopes there
             self.number += 1
             return x.mul_(noise) if name.endswith("_") else x * noise
@@ -237,7 +247,8 @@ class CounterRNGMode(TorchDispatchMode):
         given = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
         if func._schema.name == "aten::bernoulli" and "p" not in given:
             given["p"] = args[0]
-        place = [(size, 0, size) for size in made.shape]
-        drawn = sample_at(self.seed, self.number, place, made.device, law, made.dtype, **given)
+        drawn = self._draw(
+            made.shape, lambda seed, place: sample_at(seed, self.number, place, made.device, law, made.dtype, **given)
+        )
         self.number += 1
         return made.copy_(drawn) if name.endswith("_") else drawn

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from engines.comm.device import choose_device
 from engines.graph.model_graph import to_user_name
-from engines.graph.outputs import call_loss, merge_outputs
+from engines.graph.outputs import call_loss, map_tensors, merge_outputs
 from engines.graph.owners import iterate_owners
 from engines.graph.trace_cache import Loss
 from engines.program.update import SCALE, UpdateRules
@@ -67,6 +69,8 @@ class ReferenceTraining:
     `torch.amp.GradScaler`.
     `whole_loss`: the model computes one micro-batch after another, and the loss is computed from the outputs of all of
     them at once; all activations are kept until then. Otherwise a step's loss is the mean of the micro-batches' losses.
+    `whole_model`: the model, too, gets all micro-batches at once, as a user's own loop would call it. Only norms with
+    running statistics normalise each micro-batch by itself, unless they are an nn.SyncBatchNorm.
     """
 
     def __init__(
@@ -80,13 +84,17 @@ class ReferenceTraining:
         rules: UpdateRules | None = None,
         device: torch.device | None = None,
         whole_loss: bool = False,
+        whole_model: bool = False,
     ) -> None:
         self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
+        self.whole_model = whole_model and micro_batches > 1
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         # Ranks seed micro-batch `number` of a step with `steps * micro_batches + number`, and count steps from 1.
         self.begun = micro_batches
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
+        if self.whole_model:
+            _normalise_by_micro_batch(self.model, micro_batches)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
         # The function may freeze weights, so that what is trained is known only after it was called.
         trains = any(weight.requires_grad for weight in self.weights.values())
@@ -114,25 +122,26 @@ class ReferenceTraining:
         for weight in self.weights.values():
             weight.grad = None
         self.losses: list[float] = []
-        outputs = []
-        parts = (split_micro_batches(batch[name], self.micro_batches) for name in ("images", "labels"))
+        outputs: list[Any] = []
+        together = self.micro_batches if self.whole_model else 1  # micro-batches in one call of the model
+        parts = (split_micro_batches(batch[name], self.micro_batches // together) for name in ("images", "labels"))
         for part in zip(*parts, strict=True):
             # Copies: a forward may write to its images, and the batch is used again.
             images, labels = (tensor.to(self.device, copy=True) for tensor in part)
             if labels.is_floating_point():  # as those of a trace: some losses refuse two types
                 labels = labels.to(torch.promote_types(labels.dtype, self.dtype))
-            random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
-            self.begun += 1
+            random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun, together)
+            self.begun += together
             with random, self._make_autocast():
                 answer = self.model(images.to(self.dtype))
                 if not self.whole_loss:
-                    value, _ = call_loss(self.loss, answer, labels)
+                    values = [call_loss(self.loss, *each)[0] for each in _split(together, answer, labels)]
             if self.whole_loss:
                 outputs.append(answer)
                 continue
-            self.losses.append(float(value.item()))
+            self.losses += [float(value.item()) for value in values]
             if self.optimiser:
-                self.scaler.scale(value / self.micro_batches).backward()
+                self.scaler.scale(sum(values) / self.micro_batches).backward()
         # A loss of the whole batch is computed once, from all micro-batches' outputs; their graphs stay until then.
         if self.whole_loss:
             with self._make_autocast():
@@ -186,6 +195,24 @@ class ReferenceTraining:
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients, by name."""
         return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
+
+
+def _normalise_by_micro_batch(model: nn.Module, count: int) -> None:
+    """Let each norm that has statistics of a batch take the `count` micro-batches of its input one after another."""
+
+    def normalise(plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return torch.cat([plain(part) for part in x.chunk(count)])
+
+    for module in model.modules():
+        if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm):
+            module.forward = partial(normalise, module.forward)  # type: ignore[method-assign]
+
+
+def _split(count: int, answer: Any, labels: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the outputs and labels of each of `count` micro-batches, for a loss of each by itself."""
+    for number in range(count):
+        part = map_tensors(lambda tensor, n=number: tensor.chunk(count)[n], answer) if count > 1 else answer
+        yield part, split_micro_batches(labels, count)[number]
 
 
 def train_reference(alone: ReferenceTraining, batches: Iterable[Mapping[str, Tensor]]) -> TrainingRecord:
@@ -250,7 +277,8 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
         sizes = _compute_squares(theirs)
         return max(_compare_squares(_compute_squares(getattr(rank, kind), theirs), sizes) for rank in ranks)
 
-    worst_rel, worst = max((each for step in steps for each in _compare_by_name(*step)), default=(0.0, ""))
+    noise = max((_find_noise(weight.dtype) for weight in oracle.weights.values()), default=_find_noise(torch.float64))
+    worst_rel, worst = max((each for step in steps for each in _compare_by_name(*step, noise)), default=(0.0, ""))
     return Comparison(
         # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
         loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
@@ -294,12 +322,19 @@ def _compare_squares(differences: Mapping[str, float], sizes: Mapping[str, float
     return _compute_relative(sum(differences.values()), sum(sizes[name] for name in differences))
 
 
-def _compare_by_name(differences: Mapping[str, float], sizes: Mapping[str, float]) -> Iterator[tuple[float, str]]:
+def _find_noise(dtype: torch.dtype) -> float:
+    """Return the share of all gradients' squared size below which that of a weight is only rounding."""
+    return 1e-24 if dtype is torch.float64 else 1e-10
+
+
+def _compare_by_name(
+    differences: Mapping[str, float], sizes: Mapping[str, float], noise: float
+) -> Iterator[tuple[float, str]]:
     """Yield the relative error of each tensor. A reference that is zero up to rounding counts as large as all."""
     whole = sum(sizes.values())
     for name, difference in differences.items():
         own = sizes[name]
-        yield _compute_relative(difference, own if own > 1e-24 * whole else whole), name
+        yield _compute_relative(difference, own if own > noise * whole else whole), name
 
 
 def _compute_relative(difference: float, size: float) -> float:

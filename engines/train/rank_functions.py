@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engines.comm.device import choose_device, has_own_memory
@@ -28,6 +29,7 @@ from engines.predict.machine import Machine
 from engines.program.worker import Inputs
 from engines.train import checkpoint_load, checkpoint_save
 from engines.train.debug_step import RankStepper, StepState
+from engines.train.default_type import use_default_type
 from engines.train.evaluation import RankEvaluation
 from engines.train.oracle import TrainingRecord
 from engines.train.recipe import Recipe
@@ -91,7 +93,8 @@ def find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
 
 
 def record_reference(host: RankServer, recipe: Recipe, parts: list[Inputs]) -> TrainingRecord:
-    return record_rank_run(RankTraining(host.world, recipe), parts)
+    with use_default_type(getattr(torch, recipe.graph.default_type)):
+        return record_rank_run(RankTraining(host.world, recipe), parts)
 
 
 @allow_during_step

@@ -88,6 +88,12 @@ class Recipe(FactTable):
         return self.graph.whole is not None and self.graph.whole.differs
 
     @property
+    def compares_whole(self) -> bool:
+        """Whether one process that takes all micro-batches of a step in one call of the model computes the same."""
+        whole = self.graph.whole
+        return whole is not None and (bool(self.graph.synced) or not (whole.unknown or whole.mixes or whole.apart))
+
+    @property
     def draws(self) -> int | None:
         """The random seed if the model draws random numbers, else None."""
         return self.seed if has_random_ops(self.graph) else None

@@ -279,7 +279,14 @@ class RoundingCheck:
         """Return the weights of one process that stay unchanged, although an update should have moved them."""
         weights, driven = self.record.weights, self.record.driven
         still = [name for name in weights if name in driven and torch.equal(weights[name], self.start[name])]
-        return [name for name in still if not self.is_noise(("gradient", 0, name))]  # last, because it takes a run
+        return [name for name in still if self._has_real_gradient(name)]  # last, because it takes a run
+
+    def _has_real_gradient(self, name: str) -> bool:
+        """Return whether any element of a weight has, in any step, a gradient that is neither 0 nor only rounding."""
+        gradients = [tensor for (what, _, own), tensor in self.oracle.items() if (what, own) == ("gradient", name)]
+        noise = self.noise.get(name, torch.zeros((), dtype=torch.bool))
+        # An optimiser may have removed the gradient, which was not 0, before it was recorded.
+        return not gradients or any(bool(((gradient != 0) & ~noise).any()) for gradient in gradients)
 
     def is_noise(self, key: Key) -> bool:
         """Return whether `key` is a gradient that is zero in theory in all elements, or the change of its weight."""
@@ -352,11 +359,23 @@ class RoundingCheck:
         )
 
     def _estimate_storage_error(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
-        """Return the error from rounding a weight in each step, which may exceed the precision of a small change."""
-        if key[0] != _MOVED:
+        """Return the error from rounding a stored value in each step, which may exceed an ulp's effect."""
+        # A small change of a large weight or buffer is rounded to its own precision in each step, on both sides; losses
+        # and gradients are made anew in each step.
+        held = {_MOVED: self.record.weights, "buffer": self.record.buffers}.get(key[0], {})
+        if key[2] in held:
+            stored, steps = held[key[2]].detach(), len(self.record.losses)
+        elif self.eps == DOUBLE:
             return 0.0
-        # A small change of a large weight is rounded to the weight's own precision in each step, on both sides.
-        return 2 * DOUBLE * len(self.record.losses) * _compute_norm(part(self.record.weights[key[2]].detach().double()))
+        else:
+            stored, steps = self.oracle[key].to(self._computed_in), 1
+        eps = torch.finfo(stored.dtype).eps if stored.is_floating_point() else 0.0
+        return 2 * eps * steps * _compute_norm(part(stored.double()))
+
+    @cached_property
+    def _computed_in(self) -> torch.dtype:
+        """The type of the model's first weight."""
+        return next((weight.dtype for weight in self.record.weights.values()), torch.float64)
 
     def _get_noise_mask(self, key: Key) -> Tensor | None:
         return self.noise.get(key[2]) if key[0] in ("gradient", _MOVED) else None

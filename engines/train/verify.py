@@ -24,6 +24,7 @@ from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss
 from engines.program.worker import Inputs
+from engines.train.default_type import use_default_type
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from engines.train.recipe import Recipe
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
@@ -81,6 +82,19 @@ def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
             "theory, change by rounding."
         )
     return sentences
+
+
+def _describe_parts(recipe: Recipe) -> list[str]:
+    """Say so if one process, too, takes micro-batches for what is not the same for the whole batch; else empty."""
+    whole = recipe.graph.whole
+    if whole is None or recipe.compares_whole or not (whole.mixes or whole.unknown):
+        return []
+    what = f"the model ({whole.mixes})" if whole.mixes else f"the loss ({whole.unknown})"
+    sentence = (
+        f"One process, too, takes the {recipe.plan.micro_batches} micro-batches one after another: {what} gives other "
+        "numbers for the whole batch, as a warning said when the training was made."
+    )
+    return [sentence]
 
 
 def _describe_key(key: Key) -> str:
@@ -264,16 +278,37 @@ def check_reference(recipe: Recipe, model: nn.Module, loss: Loss, batches: Seque
 def _train_plain_model(
     recipe: Recipe, model: nn.Module, loss: Loss, dtype: torch.dtype, begin: Begin, batches: Any
 ) -> TrainingRecord:
-    count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
+    count, whole_model = recipe.plan.micro_batches, recipe.compares_whole
+    own = recipe.graph.whole is not None and recipe.graph.whole.unknown  # each micro-batch has a loss of its own
+    how = {"whole_model": whole_model, "whole_loss": recipe.has_whole_loss or (whole_model and not own)}
 
     def run() -> TrainingRecord:
-        alone = ReferenceTraining(
-            model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, whole_loss=whole_loss
-        )
+        alone = ReferenceTraining(model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, **how)
         begin(alone)
         return train_reference(alone, batches)
 
-    return _run_reference(run, dtype)
+    # Constants without a type of their own, as torch.tensor([1.0, 3.0]) in a loss, follow the type that is computed in.
+    # Ranks in float64 have them in the trace: there both sides have the same.
+    traced = recipe.plan.precision == "float64"
+    default = getattr(torch, recipe.graph.default_type) if traced else torch.promote_types(dtype, torch.float32)
+    with use_default_type(default):
+        return _run_reference(run, dtype)
+
+
+def _run_in_best_type(
+    precision: str, run: Callable[[torch.dtype], TrainingRecord]
+) -> tuple[TrainingRecord, torch.dtype]:
+    """Return the record of one process, and its type: float64, or float32 if ranks are in another and it fails there.
+
+    Raises the VerifyError of float64 if both fail.
+    """
+    try:
+        return run(torch.float64), torch.float64
+    except VerifyError as error:
+        if precision != "float64":
+            with suppress(VerifyError):
+                return run(torch.float32), torch.float32
+        raise error from error.__cause__
 
 
 def compare_records(
@@ -289,7 +324,9 @@ def compare_records(
     as rounding allows (`RoundingCheck`); if an ulp decides an optimiser's update, that is judged by the ranks' own
     gradients. `ok` in other precisions: every error is within TOLERANCE over all tensors, or
     within TIMES that of `one_process` in the same precision. `ok` is never true if a weight stays unchanged although
-    its gradient is not zero and its learning rate not 0. `why` explains any deviation. Raises VerifyError.
+    its gradient is not zero and its learning rate not 0. `why` explains any deviation.
+    A model that one process can compute in float32 only is compared with that; ranks in float32 are then as near as the
+    rounding of float32 allows. Raises VerifyError.
     """
 
     def run_plain_model(
@@ -301,7 +338,7 @@ def compare_records(
         begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]
     ) -> TrainingRecord:
         with meanwhile:
-            return run_plain_model(torch.float64, begin, [change(batch) for batch in whole])
+            return run_plain_model(best, begin, [change(batch) for batch in whole])
 
     start: dict[str, Tensor] = {}
 
@@ -309,14 +346,15 @@ def compare_records(
         start.update({name: weight.detach().clone() for name, weight in process.weights.items()})
 
     precision = recipe.plan.precision
-    oracle = run_plain_model(torch.float64, copy_weights)
+    oracle, best = _run_in_best_type(precision, lambda dtype: run_plain_model(dtype, copy_weights))
     found = compare(oracle, records)
     # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
-    eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
+    alike = precision == str(best).removeprefix("torch.")
+    eps, where = find_lowest_precision(recipe.graph) if alike else (DOUBLE, "")
     rounding = RoundingCheck(oracle, run_perturbed, eps, start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
     line["dtype"], why = precision, []
-    if precision == "float64":
+    if alike:
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
         far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
@@ -339,4 +377,7 @@ def compare_records(
             "optimiser.",
         )
         line["ok"] = False
+    if best is torch.float32:
+        why.append("One process, which cannot compute the model in float64, computes in float32 as well.")
+    why += _describe_parts(recipe)
     return VerifyResult(line, why=" ".join(why)) if why else VerifyResult(line)

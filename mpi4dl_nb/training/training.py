@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.errors import ImageError, PlanError, RankError, TraceError
+from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
 from engines.formatting import describe_unknown
 from engines.graph.model_graph import ModelGraph
 from engines.images.dataset import LabelledImages
@@ -29,6 +30,7 @@ from engines.program.steps import label_steps
 from engines.program.timeline import Timeline
 from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
+from engines.train.default_type import use_default_type
 from engines.train.optimiser_trial import count_states
 from engines.train.step_report import build_timeline
 from engines.train.training import (
@@ -233,18 +235,51 @@ class Training(TrainingHandle):
         every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
         with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
         differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
-        rate are not zero. The result is a dict, shown as one sentence above its numbers. Raises VerifyError if
-        the model cannot be trained in one process.
+        rate are not zero. What cannot be computed in float64, such as class weights of float32, is compared in float32,
+        and `why` says so. The result is a dict, shown as one sentence above its numbers. Raises VerifyError if the
+        model cannot be trained in one process.
         """
         start_s = time.perf_counter()
         self.check_unchanged()
         if data is not None:
             check_batches(data)
+            # Copies: a second comparison takes the same batches, and a generator may give all in one buffer.
+            data = [copy.deepcopy(batch) for batch in islice(data, STEPS)]
         # One process computes in the modes in which the model was when the ranks got it.
         modes = self.traces.get_state().apply_modes(self.model, self.loss)
         with modes, show_status("Comparing with one process: preparing ...", LATER_S) as line:
-            found = self._compare_with_reference(data, seed, precision, line)
+            found = self._compare_in_best_type(data, seed, precision, line)
         return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
+
+    def _compare_in_best_type(
+        self, data: Iterable[Batch] | None, seed: int, precision: str, line: StatusLine
+    ) -> VerifyResult:
+        """Compare in `precision`; in float32, and say so in `why`, if what is computed cannot follow to float64."""
+        own = torch.get_default_dtype()
+        # From the sharpest comparison to the one that always exists, each with the type of constants without one:
+        #
+        #     float64, float64    class weights such as torch.tensor([1.0, 3.0]) follow the model to float64
+        #     float64, float32    a loss that casts to float32 itself, as prediction.float(), meets such weights
+        #     float32, float32    as the user's own loop: what is cast to float32 meets weights of the model
+        ways = [(precision, own)]
+        if precision == "float64" != self.plan.held_in:
+            ways = [("float64", torch.float64), ("float64", own), ("float32", own)]
+        failed: list[Mpi4dlError] = []
+        for kind, default in ways:
+            try:
+                with use_default_type(default):
+                    found = self._compare_with_reference(data, seed, kind, line)
+            except (TraceError, VerifyError) as error:
+                failed.append(error)
+                continue
+            if kind == precision:
+                return found
+            said = (
+                "The model or its loss cannot be computed in float64, so that ranks and one process are compared in "
+                f"float32, as near as its rounding allows. In float64: {failed[0]}"
+            )
+            return VerifyResult(found, why=" ".join(filter(None, (found.get("why", ""), said))))
+        raise failed[0]
 
     def _compare_with_reference(
         self, data: Iterable[Batch] | None, seed: int, precision: str, line: StatusLine
@@ -261,7 +296,7 @@ class Training(TrainingHandle):
             whole = make_batches(recipe, seed)
         else:
             whole = []
-            for batch in islice(data, STEPS):
+            for batch in data:
                 count_images(batch)  # raises ImageError unless it is a pair
                 whole.append(prepare_batch(recipe, *batch))
         if not whole:

@@ -439,20 +439,6 @@ def test_labels_that_are_flags_are_drawn():
 # ---- a model that one process cannot train
 
 
-class FixedType(nn.Module):
-    """An island of float32 whose result a layer reads, which autocast converts, but nothing else does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.stem(images)
-        with torch.autocast("cpu", enabled=False):
-            x = x.float().square()
-        return self.body(x).mean((2, 3))
-
-
 class Overwritten(nn.Module):
     """PyTorch refuses the backward pass: the result of the first operation in place is overwritten."""
 
@@ -467,25 +453,16 @@ class Overwritten(nn.Module):
         return self.body(x).mean((2, 3))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("model", "precision", "said"),
-    [
-        (FixedType, "float32", r"line \d+: return self\.body\(x\).*to float64.*x\.to\(self\.conv\.weight\.dtype\)"),
-        (FixedType, "bfloat16", r"RuntimeError: .*line \d+: return self\.body\(x\)"),
-        (Overwritten, "float64", r"modified by an inplace operation \(.*line \d+: x\.relu_\(\)\).*y = y\.relu\(\)"),
-    ],
-)
-@pytest.mark.parametrize("same", [False, True], ids=["in float64", "in its precision"])
-def test_a_model_that_one_process_cannot_train_is_refused(
-    model: type[nn.Module], precision: str, said: str, same: bool
-):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_model_that_one_process_cannot_train_is_refused(precision: str):
     images, labels = torch.randn(SHAPE), torch.tensor([0, 1, 2, 0])
+    said = r"modified by an inplace operation \(.*line \d+: x\.relu_\(\)\).*y = y\.relu\(\)"
     with Cluster(1, backend="loopback") as cluster:
-        training = Training(model(), Plan(split_size=1, spatial_size=0, precision=precision), cluster, SHAPE)
+        training = Training(Overwritten(), Plan(split_size=1, spatial_size=0, precision=precision), cluster, SHAPE)
         assert training.step(images, labels) > 0, "the ranks train it"
         with pytest.raises(VerifyError, match=said) as caught:
-            training.verify(precision=precision if same else "float64")
+            training.verify()
     assert str(caught.value).startswith("The ranks cannot be compared with one process, because the plain model itself")
     assert "\n" not in str(caught.value)
     assert "test_verify.py" in str(caught.value)

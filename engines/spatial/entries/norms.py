@@ -81,14 +81,20 @@ def _group(b: Builder, node: Node, x: Ref, kernel: str, setting: Sequence[int]) 
     return Ref(name) if name in b.values else b.add_local_op(name, kernel, x, setting, like=b.get_value(x).spec)
 
 
-def _compute_moments(b: Builder, node: Node, own: Ref, groups: int, counts: Sequence[int]) -> Ref:
-    """Return the moments of the groups of `own`, of which the tiles have `counts` values each; of one tile if one."""
+def _compute_moments(
+    b: Builder, node: Node, own: Ref, groups: int, counts: Sequence[int], ranks: tuple[int, ...] = ()
+) -> Ref:
+    """Return the moments of the groups of `own`, of which the tiles have `counts` values each; of one tile if one.
+
+    `ranks` are those of the tiles, if they are not only the ranks of the stage.
+    """
     #     own pixels -> moments, (tiles, 2, C), 0 but in its slot -> all-reduce -> moments of all tiles
     #
     # Backward is the same way back: the gradient of the moments is summed over the ranks, and each takes its slot's.
-    slot, like = b.tile if len(counts) > 1 else 0, TensorSpec((len(counts), 2, groups), "float64")
+    slot = ranks.index(b.rank) if ranks else b.tile if len(counts) > 1 else 0
+    like = TensorSpec((len(counts), 2, groups), "float64")
     moments = b.add_local_op(f"{node.name}.moments", "tile.moments", own, slot, len(counts), like=like)
-    return b.all_reduce(moments) if len(counts) > 1 else moments
+    return b.all_reduce(moments, ranks) if len(counts) > 1 else moments
 
 
 def _compute_group_moments(b: Builder, node: Node, source: Ref, groups: int, *how: Any) -> tuple[Ref, list[int]]:
@@ -270,7 +276,11 @@ def batch_norm(b: Builder, node: Node) -> None:
         apply_locally(b, node, value.axes)
         return
     channels, affine, how = value.spec.shape[1], (a["weight"], a["bias"]), {"like": node.spec, "axes": value.axes}
-    counts = b.count_elements(a["input"], channels)
+    counts, ranks = b.count_elements(a["input"], channels), ()
+    if node.called in b.graph.synced and len(b.copies) > len(b.stage.ranks):
+        # All replicas: what a stage's ranks hold alike, as after a global pool, one of each replica counts.
+        ranks = b.copies if len(counts) > 1 else b.copies[b.tile :: len(b.stage.ranks)]
+        counts = counts * (len(b.copies) // len(b.stage.ranks))
     if len(counts) == 1:  # the rank holds whole images: the plain kernel alone
         whole = a["input"], *affine, a["eps"]
         both = b.add_local_op(f"{node.name}.both", "tile.whole_batch_norm", *whole, like=node.spec)
@@ -280,7 +290,7 @@ def batch_norm(b: Builder, node: Node) -> None:
     else:
         if b.local_stats_ranks:  # each tile by its own moments
             counts = [counts[b.tile]]
-        moments = _compute_moments(b, node, b.crop_to_own(a["input"]), channels, counts)
+        moments = _compute_moments(b, node, b.crop_to_own(a["input"]), channels, counts, ranks)
         x = b.align_to_output(a["input"])
         b.add_local_op(node.name, "tile.batch_norm", x, moments, *affine, counts, a["eps"], **how)
     if a["running_mean"]:
@@ -290,7 +300,8 @@ def batch_norm(b: Builder, node: Node) -> None:
             raise make_unsupported_error(
                 node, f"has momentum=None, but there is no {to_user_name(counter)} to count its batches"
             )
-        entry = RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.local_stats_ranks, counter)
+        own = b.local_stats_ranks, counter
+        entry = RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), *own, whole=bool(ranks))
         _add_statistics(b, node, entry)
 
 

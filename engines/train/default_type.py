@@ -1,0 +1,53 @@
+"""PyTorch's default type, which a whole process shares: changed for a while, and put back."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_CHANGE = threading.Condition()
+_USERS: Counter[int] = Counter()  # how many contexts each thread is in
+
+
+@contextmanager
+def use_default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Within the context, `torch.tensor([0.5])`, `torch.ones(3)` and quotients of whole numbers have the type `dtype`.
+
+    The type is that of all threads. Threads that want the same one share it, the last of them puts the former one back,
+    also after an error, and a thread that wants another one waits until then.
+
+    >>> with use_default_type(torch.float64):
+    ...     torch.tensor([0.5]).dtype
+    torch.float64
+    """
+    # Ranks may be threads: if each of them put back what it had found, the first one to end would change the type of
+    # those that are still computing, and the last one would leave the changed type behind.
+    #
+    #     thread 0   float32 -> float64 ............ ends
+    #     thread 1              float64 .................. ends, puts float32 back
+    own = threading.get_ident()
+    with _CHANGE:
+        _CHANGE.wait_for(lambda: _USERS.total() == _USERS[own] or torch.get_default_dtype() is dtype)
+        if not _USERS.total():
+            _OUTSIDE[:] = [torch.get_default_dtype()]
+        before = torch.get_default_dtype()
+        _USERS[own] += 1
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        with _CHANGE:
+            _USERS[own] -= 1
+            alone = _USERS.total() == _USERS[own]
+            if alone:  # a context within another one of this thread returns to that one's type
+                torch.set_default_dtype(before if _USERS[own] else _OUTSIDE[0])
+            if not _USERS[own]:
+                del _USERS[own]
+            _CHANGE.notify_all()
+
+
+_OUTSIDE: list[torch.dtype] = []  # the type outside all contexts

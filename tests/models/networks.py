@@ -1,0 +1,152 @@
+"""Sixty stock networks and more, small: of MONAI, of transformers, and our own, with weights as of a trained model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.cli import options
+from engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
+from tests import zoo
+from tests.stock import AS_WRITTEN, MORE, STOCK, Stock
+
+Build = Callable[[], nn.Module]
+Network = tuple[Build, tuple[int, int]]
+"""A function that makes a network, and the height and width of its images."""
+
+
+def _from_stock(stock: Stock) -> Network:
+    flags = ["--model", stock.model, "--model-args", json.dumps(stock.narrow), "--image-size", stock.small]
+    return lambda: options.build_model(options.make_parser("").parse_args(flags)), options.parse_image_size(stock.small)
+
+
+def _monai(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
+    return lambda: getattr(import_module("monai.networks.nets"), name)(**arguments), size
+
+
+def _segmenter(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
+    return _monai(name, size, **{"spatial_dims": 2, "in_channels": 3, "out_channels": 3} | arguments)
+
+
+def _of_transformers(
+    config: str, size: tuple[int, int] = (32, 32), task: str = "ImageClassification", **arguments: Any
+) -> Network:
+    def build() -> nn.Module:
+        library = import_module("transformers")
+        chosen = getattr(library, f"{config}Config")(num_labels=5, **arguments)
+        return getattr(library, f"{config}For{task}")(chosen)  # type: ignore[no-any-return]
+
+    return build, size
+
+
+_PLAIN = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_VIT = _PLAIN | {"image_size": 32, "patch_size": 8}
+_STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+_UNET = {"channels": (8, 16, 32), "strides": (2, 2)}
+_HEAD = {"in_shape": (3, 32, 32), "channels": (8, 8), "strides": (2, 2)}
+
+NETWORKS: dict[str, Network] = {
+    **{name: _from_stock(stock) for name, stock in (STOCK | AS_WRITTEN | MORE).items()},
+    "our ResNet-20 v1": (partial(resnet20_v1, num_classes=5), (32, 32)),
+    "our ResNet-20 v2": (partial(resnet_v2, 20, num_classes=5), (32, 32)),
+    "our U-Net": (partial(UNet, 3, 4), (32, 32)),
+    "our AmoebaNet-D": (partial(amoebanetd, 3, 16, num_classes=5), (64, 64)),
+    "skips": (zoo.Skips, (24, 32)),
+    "a segmenter": (zoo.Segmenter, (24, 32)),
+    "a chain": (zoo.Chain, (24, 32)),
+    "MONAI UNet, group norm": _segmenter("UNet", **_UNET, num_res_units=1, norm=("group", {"num_groups": 4})),
+    "MONAI UNet, batch norm": _segmenter("UNet", **_UNET, num_res_units=1, norm="batch"),
+    "MONAI UNet, PReLU": _segmenter("UNet", **_UNET, act="prelu"),
+    "MONAI BasicUNet, batch norm": _segmenter("BasicUNet", features=(8, 8, 16, 24, 32, 8), norm="batch"),
+    "MONAI SegResNet, batch norm": _segmenter("SegResNet", norm="batch", init_filters=8),
+    "MONAI DynUNet, batch norm": _segmenter(
+        "DynUNet", kernel_size=[3, 3], strides=[1, 2], upsample_kernel_size=[2], filters=[8, 16], norm_name="batch"
+    ),
+    "MONAI VNet": _segmenter("VNet", dropout_prob_down=None, dropout_prob_up=(None, None)),
+    "MONAI AutoEncoder": _segmenter("AutoEncoder", channels=(8, 16), strides=(2, 2)),
+    "MONAI AHNet": _segmenter("AHNet", (64, 64), layers=(1, 1, 1, 1)),
+    "MONAI MedNeXt": _segmenter("MedNeXt", init_filters=4),
+    "MONAI SwinUNETR": _segmenter("SwinUNETR", feature_size=12),
+    "MONAI SENet": _monai(
+        "SENet",
+        spatial_dims=2,
+        in_channels=3,
+        block="se_resnet_bottleneck",
+        layers=(1, 1, 1, 1),
+        groups=1,
+        reduction=16,
+        num_classes=5,
+    ),
+    "MONAI DenseNet": _monai(
+        "DenseNet", spatial_dims=2, in_channels=3, out_channels=5, init_features=8, growth_rate=4, block_config=(2, 2)
+    ),
+    "MONAI Classifier": _monai("Classifier", classes=5, **_HEAD),
+    "MONAI Regressor": _monai("Regressor", out_shape=(3,), **_HEAD),
+    "MONAI Critic": _monai("Critic", **_HEAD),
+    "MONAI EfficientNet": _monai(
+        "EfficientNetBN", model_name="efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=3, num_classes=5
+    ),
+    "transformers ViT": _of_transformers("ViT", **_VIT),
+    "transformers DeiT": _of_transformers("DeiT", **_VIT),
+    "transformers ViT-MSN": _of_transformers("ViTMSN", **_VIT),
+    "transformers DINOv2": _of_transformers("Dinov2", **_VIT),
+    "transformers Data2Vec": _of_transformers("Data2VecVision", **_VIT),
+    "transformers BEiT": _of_transformers("Beit", **_VIT),
+    "transformers Swin": _of_transformers(
+        "Swin", image_size=32, patch_size=2, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=4
+    ),
+    "transformers Swin V2": _of_transformers(
+        "Swinv2", image_size=32, patch_size=2, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=4
+    ),
+    "transformers MobileViT": _of_transformers(
+        "MobileViT", (64, 64), image_size=64, hidden_sizes=[16, 16, 24], neck_hidden_sizes=[8, 8, 8, 8, 16, 16, 16]
+    ),
+    "transformers MobileViT V2": _of_transformers("MobileViTV2", (64, 64), image_size=64, width_multiplier=0.25),
+    "transformers EfficientNet": _of_transformers("EfficientNet", (64, 64), width_coefficient=0.25),
+    "transformers LeViT": _of_transformers(
+        "Levit",
+        (64, 64),
+        image_size=64,
+        hidden_sizes=[16, 32, 48],
+        num_attention_heads=[2, 2, 2],
+        depths=[1, 1, 1],
+        key_dim=[8, 8, 8],
+    ),
+    "transformers PVT": _of_transformers("Pvt", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
+    "transformers PVT V2": _of_transformers("PvtV2", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
+    "transformers FocalNet": _of_transformers("FocalNet", image_size=32, embed_dim=8, depths=[1, 1, 1, 1]),
+    "transformers SegFormer": _of_transformers("Segformer", **_STAGES),
+    "transformers SegFormer, segmenting": _of_transformers(
+        "Segformer", (64, 64), "SemanticSegmentation", decoder_hidden_size=16, **_STAGES
+    ),
+    "transformers HGNetV2": _of_transformers("HGNetV2", (64, 64)),
+    "transformers SwiftFormer": _of_transformers("SwiftFormer", (64, 64), image_size=64, depths=[1, 1, 1, 1]),
+    "transformers TextNet": _of_transformers("TextNet", (64, 64)),
+    "transformers Hiera": _of_transformers(
+        "Hiera", (32, 32), image_size=[32, 32], embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]
+    ),
+}
+
+
+def train_a_little(model: nn.Module, seed: int) -> None:
+    """Change the weights that are constants, as ones and zeros of norms, to what a training would have made of them."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            first = weight.flatten()[:1]
+            if weight.numel() and bool((weight == first).all()):
+                change = torch.rand(weight.shape, generator=random)
+                weight.copy_((change - 0.5) * 0.1 if float(first) == 0 else weight * (0.8 + 0.4 * change))
+
+
+def make_images(size: tuple[int, int], seed: int) -> Tensor:
+    """Return two images (2, 3, height, width) of other brightness and contrast, as of a camera."""
+    random = torch.Generator().manual_seed(seed)
+    images = torch.rand(2, 3, *size, generator=random)
+    return images * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1) + torch.tensor([0.0, 0.3]).view(2, 1, 1, 1)

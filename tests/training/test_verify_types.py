@@ -1,0 +1,139 @@
+"""`verify` where float64 does not reach: constants of a loss, casts, and weights whose gradient is only rounding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.graph.trace_cache import Loss
+from engines.plan import Plan
+from engines.program.update import GradientBucket
+from engines.train.default_type import use_default_type
+from mpi4dl_nb import Cluster, Training
+from tests.training.test_verify import LOSS, SGD, SHAPE, net
+
+
+class FixedType(nn.Module):
+    """An island of float32 whose result a layer reads, which autocast converts, but nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float().square()
+        return self.body(x).mean((2, 3))
+
+
+@contextmanager
+def verifying(model: nn.Module, loss: Loss = LOSS, **options: Any) -> Iterator[Training]:
+    plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", **options)
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        yield Training(model, plan, cluster, SHAPE, loss=loss)
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_constants_of_a_loss_follow_to_float64(precision: str):
+    """Class weights, numbers and quotients of whole numbers, without a type of their own."""
+
+    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+        share = (labels == 1).sum() / len(labels)
+        prediction = prediction * torch.ones(3) + torch.arange(3) / 3 + share
+        return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
+
+    with verifying(net(), loss, precision=precision) as training:
+        proof = training.verify()
+    assert proof["ok"], proof
+    assert proof["dtype"] == "float64"
+    assert proof["worst_parameter_rel"] < 1e-10
+
+
+def test_a_loss_that_casts_to_float32_itself_meets_constants_of_float32():
+    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(prediction.float(), labels, weight=torch.tensor([1.0, 3.0, 0.1]))
+
+    for precision in ("float32", "float64"):
+        with verifying(net(), loss, precision=precision) as training:
+            proof = training.verify()
+        assert proof["ok"], proof
+        assert proof["dtype"] == "float64"
+
+
+def fixed_weights(prediction: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1], dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "precision"),
+    [(net, fixed_weights, "float32"), (FixedType, LOSS, "float32"), (FixedType, LOSS, "bfloat16")],
+)
+def test_what_cannot_follow_is_compared_in_float32_and_said(model: Callable[[], nn.Module], loss: Loss, precision: str):
+    data = iter([(torch.randn(SHAPE), torch.tensor([0, 1, 2, 0]))])  # which can be read once
+    with verifying(model(), loss, precision=precision) as training:
+        proof = training.verify(data)
+        assert proof["ok"], proof
+        assert proof["dtype"] == "float32"
+        assert "compared in float32, as near as its rounding allows. In float64: " in proof["why"]
+        assert proof.sentence.startswith("Same as one process, as far as float32 is precise")
+        assert training.verify(precision="float32")["ok"]
+
+
+def test_a_fault_that_the_rounding_of_float32_does_not_explain(monkeypatch: pytest.MonkeyPatch):
+    right = GradientBucket.finish
+
+    def finish_wrong(self: GradientBucket) -> None:
+        right(self)
+        for weight in self.weights:
+            if weight.ndim > 1 and weight.grad is not None:
+                weight.grad *= 1 + 1e-3
+
+    monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
+    with verifying(net(), fixed_weights) as training:
+        proof = training.verify()
+    assert not proof["ok"]
+    assert "This is a fault, not rounding" in proof["why"]
+
+
+def test_threads_share_the_default_type_and_the_last_one_puts_it_back():
+    def use(steps: threading.Barrier, last: bool) -> None:
+        with use_default_type(torch.float64):
+            steps.wait()
+            if last:
+                steps.wait()
+            assert torch.tensor(0.5).dtype is torch.float64
+        if not last:
+            steps.wait()
+
+    steps = threading.Barrier(2, timeout=10)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(use, steps, last) for last in (False, True)]:
+            done.result()
+    with suppress(ValueError), use_default_type(torch.float64), use_default_type(torch.float32):
+        assert torch.tensor(0.5).dtype is torch.float32
+        raise ValueError
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_weight_whose_gradient_is_rounding_or_0_in_every_element_is_not_missed():
+    """A bias before a batch norm, not 0 itself: SGD adds to it what is less than its last digit."""
+    model = nn.Sequential(nn.Conv1d(3, 16, 7), nn.BatchNorm1d(16), nn.ReLU(), nn.Conv1d(16, 32, 3), nn.BatchNorm1d(32))
+    whole = nn.Sequential(nn.Flatten(2), model, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 3))
+    torch.manual_seed(0)
+    for weight in whole.parameters():
+        nn.init.uniform_(weight, 0.5, 1.0)
+    plan, data = Plan(split_size=2, spatial_size=0), [(torch.randn(2, 3, 1, 64), torch.tensor([0, 2]))]
+    with Cluster(2, backend="loopback") as cluster:
+        proof = Training(whole, plan, cluster, (2, 3, 1, 64), optimiser=SGD).verify(data)
+    assert proof["ok"], proof
+    assert proof["params_rel"] < 1e-10
