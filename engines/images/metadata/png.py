@@ -1,0 +1,5 @@
+"""PNG: its chunks."""
+
+from engines.images.metadata.row import MetadataRow
+
+PNG: tuple[MetadataRow, ...] = ()
