@@ -3,7 +3,8 @@
 Stored numbers that are red, green and blue, or grey, are given as they are stored, whatever their colour space:
 networks are trained on them, and scanners and cameras attach profiles that few programs apply. A warning says once that
 a profile is not applied. Numbers that are not red, green and blue (printing inks, XYB) mean nothing without their
-profile: they are converted to sRGB, by Pillow's `ImageCms` with its default intent, each pixel by itself.
+profile: they are converted to sRGB, by Pillow's `ImageCms` by relative colorimetry without compensation for the black
+point (which lcms, for other intents, looks for where the numbers are 0: that is no black in XYB).
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def _examine(profile: bytes, mode: str) -> ProfileEffect | None:
         found = ImageCms.ImageCmsProfile(BytesIO(profile))
         if found.profile.xcolor_space.strip() != _SPACES[mode]:
             return None
-        transform = ImageCms.buildTransform(found, ImageCms.createProfile("sRGB"), mode, "RGB")
+        transform = ImageCms.buildTransform(
+            found, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC
+        )
     except (ImageCms.PyCMSError, OSError, TypeError, ValueError):
         return None
     name = " ".join(str(found.profile.profile_description or "without a name").split())[:80]

@@ -96,6 +96,6 @@ def convert_by_imagecodecs(stored: NDArray[np.uint8], profile: bytes) -> NDArray
     """The same conversion to sRGB by another program: (H, W, channels) -> (H, W, 3)."""
     space = "cmyk" if stored.shape[2] == 4 else "rgb"
     found = imagecodecs.cms_transform(
-        stored, profile, imagecodecs.cms_profile("srgb"), colorspace=space, outcolorspace="rgb", intent=0
+        stored, profile, imagecodecs.cms_profile("srgb"), colorspace=space, outcolorspace="rgb", intent=1
     )
     return np.asarray(found)

@@ -130,7 +130,7 @@ def find_shown(data: bytes) -> np.ndarray:
     image = Image.open(io.BytesIO(data))
     return np.array(
         ImageCms.profileToProfile(
-            image, io.BytesIO(image.info["icc_profile"]), ImageCms.createProfile("sRGB"), outputMode="RGB"
+            image, io.BytesIO(image.info["icc_profile"]), ImageCms.createProfile("sRGB"), 1, "RGB"
         )
     )
 
