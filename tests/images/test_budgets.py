@@ -84,6 +84,7 @@ def test_a_real_photograph_of_30_000_px_is_not_refused(tmp_path: Path, monkeypat
     os.truncate(tmp_path / "a.jpg", 90 << 20)
     files.check_budget(tmp_path / "a.jpg", 7 * 30_000**2, "", "")
     (tmp_path / "mask.png").touch()
+    os.truncate(tmp_path / "mask.png", 1 << 20)
     files.check_budget(tmp_path / "mask.png", 2 * 30_000**2, "", "")
 
 
