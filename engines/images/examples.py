@@ -116,8 +116,10 @@ class Example:
         """Raise ImageError if the image or its mask is found unreadable without reading pixels."""
         # Of a PNG or JPEG only the header is read here, so that a table of thousands of them is checked in seconds.
         whole = shapes.read(self.path, self.level)
-        if self.region and not self.region & Tile.whole(*whole):
-            self.open_picture()  # raises the error for a region outside of the picture
+        if self.region:
+            spans = zip((self.region.rows, self.region.cols), whole, strict=True)
+            if not all(span.start < side and span.stop > 0 for span, side in spans):
+                self.open_picture()  # raises the error for a region outside of the picture
         self._check_size(whole)
         if self.mask:
             source = self.region.shape if self.region else whole

@@ -137,8 +137,8 @@ def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
     """Raise ImageError if a read would take too much memory for a file of this size, or for the free memory.
 
     The limit is 1 GB (2 GB for a file of a megabyte) or 128 times the file's bytes, whichever is more, but never more
-    than half of the free memory, since other ranks read at the same time. In the message, `what` says what takes the memory, and `mend` how to avoid
-    it.
+    than half of the free memory, since other ranks read at the same time. In the message, `what` says what takes the
+    memory, and `mend` how to avoid it.
     """
     # One limit stops a small file that claims to be huge (a decompression bomb), the other an honest file that is too
     # large for this host. The message names the one that was hit.
