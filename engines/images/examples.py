@@ -87,6 +87,10 @@ class Example:
         """Height and width in pixels. Raises ImageError, naming the file, if it cannot be read."""
         return self.region.shape if self.region else read_shape(self.path, self.level)
 
+    def with_label(self, label: int | None) -> Example:
+        """Return the same image with another class."""
+        return Example(self.path, label, self.mask, self.region, self.level, self.slide)
+
     def open_picture(self) -> Picture:
         """Open the image. Raises ImageError, naming the file, if it cannot be read or has no such region."""
         picture = open_cached(self.path)
@@ -115,14 +119,13 @@ class Example:
     def check(self, shapes: ShapeCache) -> None:
         """Raise ImageError if the image or its mask is found unreadable without reading pixels."""
         # Of a PNG or JPEG only the header is read here, so that a table of thousands of them is checked in seconds.
-        whole = shapes.read(self.path, self.level)
+        whole = source = shapes.read(self.path, self.level)
         if self.region:
-            spans = zip((self.region.rows, self.region.cols), whole, strict=True)
-            if not all(span.start < side and span.stop > 0 for span, side in spans):
+            source, (rows, cols) = self.region.shape, (self.region.rows, self.region.cols)
+            if rows.stop <= 0 or cols.stop <= 0 or rows.start >= whole[0] or cols.start >= whole[1]:
                 self.open_picture()  # raises the error for a region outside of the picture
-        self._check_size(whole)
+            self._check_size(whole)
         if self.mask:
-            source = self.region.shape if self.region else whole
             self.find_mask_origin(shapes.read_mask(self.mask), source, shapes)
 
     def _check_size(self, whole: Shape) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from io import StringIO
 from numbers import Integral, Real
 from os import PathLike
@@ -104,7 +103,7 @@ def table_images(
         except ImageError as error:
             troubles.append((line, error))
     _raise_troubles(table, troubles)
-    examples = [replace(example, label=labels.get(label)) for _, example, label in drafts]
+    examples = [draft.with_label(labels.get(label)) for _, draft, label in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore)
 
 
@@ -199,7 +198,8 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
             _check_header(table, header)
             count = 0
             for cells in reader:
-                if not any(cell.strip() for cell in cells):
+                cells = [cell.strip() for cell in cells]
+                if not any(cells):
                     continue
                 if len(cells) != len(header):
                     raise ImageError(
@@ -207,7 +207,7 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
                         f"{len(header)}. Put quotation marks around a cell that has a comma in it."
                     )
                 count += 1
-                yield reader.line_num, dict(zip(header, map(str.strip, cells), strict=True))
+                yield reader.line_num, dict(zip(header, cells, strict=True))
     except FileNotFoundError:
         raise ImageError(f"The table {table} does not exist (looked for in {describe_working_folder()}).") from None
     except OSError as error:
@@ -287,7 +287,7 @@ def _parse_row(cells: dict[str, str], finder: FileFinder) -> tuple[Example, str]
         raise ValueError("it has no label" if "label" in cells else "it has no mask")
     path = finder.find(cells["path"], "file")
     mask = finder.find(masked, "mask") if masked else None
-    level = _parse_numbers(cells.get("level") or "0", "level", 1)[0]
+    level = _parse_numbers(cells["level"], "level", 1)[0] if cells.get("level") else 0
     region = None
     if text:
         y0, x0, height, width = _parse_numbers(text, "region", 4)
@@ -302,7 +302,7 @@ def _parse_numbers(text: str, what: str, count: int) -> list[int]:
         numbers = [int(word) for word in text.split()]
     except ValueError:
         numbers = []
-    beyond = any(abs(number) > _FURTHEST_PX for number in numbers)
+    beyond = bool(numbers) and (max(numbers) > _FURTHEST_PX or min(numbers) < -_FURTHEST_PX)
     if len(numbers) != count or beyond or (what == "level" and numbers[0] < 0):
         of = "y0 x0 height width, four whole numbers" if count == 4 else "one whole number, 0 or more"
         raise ValueError(f"the {what} {text!r} is not {of}")
