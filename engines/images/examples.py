@@ -87,7 +87,7 @@ class Example:
         """Height and width in pixels. Raises ImageError, naming the file, if it cannot be read."""
         return self.region.shape if self.region else read_shape(self.path, self.level)
 
-    def with_label(self, label: int | None) -> Example:
+    def replace_label(self, label: int | None) -> Example:
         """Return the same image with another class."""
         return Example(self.path, label, self.mask, self.region, self.level, self.slide)
 

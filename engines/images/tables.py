@@ -103,7 +103,7 @@ def table_images(
         except ImageError as error:
             troubles.append((line, error))
     _raise_troubles(table, troubles)
-    examples = [draft.with_label(labels.get(label)) for _, draft, label in drafts]
+    examples = [draft.replace_label(labels.get(label)) for _, draft, label in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore)
 
 

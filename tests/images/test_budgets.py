@@ -142,6 +142,20 @@ def test_scans_that_never_end(tmp_path: Path):
         open_image(path)
 
 
+def test_scans_of_a_file_with_further_pictures(tmp_path: Path):
+    """Pillow gives such a file another name, and it has the same limits."""
+    path, several = tmp_path / "a.jpg", tmp_path / "b.jpg"
+    image = Image.fromarray(tissue(64, 64))
+    image.save(path, progressive=True)
+    image.save(several, "mpo", save_all=True, append_images=[image])
+    data, other = path.read_bytes(), several.read_bytes()
+    at, last = other.index(b"MPF\0") - 4, data.rindex(b"\xff\xda")
+    index = other[at : at + 2 + int.from_bytes(other[at + 2 : at + 4], "big")]
+    path.write_bytes(data[:2] + index + data[2:-2] + data[last:-2] * 40 + data[-2:])
+    with pytest.raises(ImageError, match=r"a\.jpg has more than 32 scans"):
+        open_image(path)
+
+
 # ---- XML
 
 

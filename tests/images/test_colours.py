@@ -23,7 +23,7 @@ SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
 @pytest.fixture(autouse=True)
-def said(monkeypatch: pytest.MonkeyPatch):
+def forget_warnings(monkeypatch: pytest.MonkeyPatch):
     """Nothing has been warned of yet."""
     monkeypatch.setattr(colour_profile, "_SAID", set())
 

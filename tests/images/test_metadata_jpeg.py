@@ -173,7 +173,7 @@ WARNED = {"ICC profile": "colour profile 'RGB built-in'", "ColorSpace": "EXIF Co
 
 
 @pytest.fixture(autouse=True)
-def said(monkeypatch: pytest.MonkeyPatch):
+def forget_warnings(monkeypatch: pytest.MonkeyPatch):
     """Nothing has been warned of yet."""
     monkeypatch.setattr(colour_profile, "_SAID", set())
 

@@ -27,7 +27,7 @@ COLOURS = np.array([[250, 10, 20], [0, 200, 3], [7, 70, 170], [255, 255, 0]], np
 _TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 
 
-def chunk(name: bytes, data: bytes = b"") -> bytes:
+def make_chunk(name: bytes, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
@@ -47,7 +47,7 @@ def make(
     data = zlib.compress(b"".join(b"\0" + lines[row * length : (row + 1) * length] for row in range(rows)))
 
     def write(folder: Path) -> Path:
-        parts = [before, chunk(b"IHDR", header), *chunks, chunk(b"IDAT", data), after, chunk(b"IEND")]
+        parts = [before, make_chunk(b"IHDR", header), *chunks, make_chunk(b"IDAT", data), after, make_chunk(b"IEND")]
         (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
         return folder / "a.png"
 
@@ -64,7 +64,7 @@ def save(pixels: np.ndarray, **options: object) -> Callable[[Path], Path]:
     return write
 
 
-def interlaced(folder: Path) -> Path:
+def write_interlaced(folder: Path) -> Path:
     """Seven passes, each a small image (PNG, 8.1); Pillow does not write them."""
     lines = b""
     for y0, x0, down, right in (
@@ -72,18 +72,18 @@ def interlaced(folder: Path) -> Path:
     ):  # fmt: skip
         lines += b"".join(b"\0" + row.tobytes() for row in GREY[y0::down, x0::right] if row.size)
     header = struct.pack(">IIBBBBB", GREY.shape[1], GREY.shape[0], 8, 0, 0, 0, 1)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND")
+    body = make_chunk(b"IHDR", header) + make_chunk(b"IDAT", zlib.compress(lines)) + make_chunk(b"IEND")
     (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + body)
     return folder / "a.png"
 
 
-def animated(folder: Path) -> Path:
+def write_animated(folder: Path) -> Path:
     Image.fromarray(GREY).save(folder / "a.png", save_all=True, append_images=[Image.fromarray(255 - GREY)])
     return folder / "a.png"
 
 
-def profile(data: bytes) -> bytes:
-    return chunk(b"iCCP", b"p\0\0" + zlib.compress(data))
+def make_profile_chunk(data: bytes) -> bytes:
+    return make_chunk(b"iCCP", b"p\0\0" + zlib.compress(data))
 
 
 def whiten(pixels: np.ndarray, transparent: np.ndarray) -> np.ndarray:
@@ -92,20 +92,20 @@ def whiten(pixels: np.ndarray, transparent: np.ndarray) -> np.ndarray:
     ).astype(np.uint8)
 
 
-PLTE = chunk(b"PLTE", COLOURS.tobytes())
+PLTE = make_chunk(b"PLTE", COLOURS.tobytes())
 EXIF = Image.Exif()
 EXIF[0x0112] = 6
 TURNED = EXIF.tobytes().removeprefix(b"Exif\0\0")
 OTHERS = b"".join(
     [
-        chunk(b"pHYs", struct.pack(">IIB", 10, 20, 0)),
-        chunk(b"oFFs", struct.pack(">iiB", 5, 6, 0)),
-        chunk(b"sCAL", b"\x010.5\x000.5"),
-        chunk(b"tIME", bytes([7, 234, 1, 1, 0, 0, 0])),
+        make_chunk(b"pHYs", struct.pack(">IIB", 10, 20, 0)),
+        make_chunk(b"oFFs", struct.pack(">iiB", 5, 6, 0)),
+        make_chunk(b"sCAL", b"\x010.5\x000.5"),
+        make_chunk(b"tIME", bytes([7, 234, 1, 1, 0, 0, 0])),
     ]
 )
-P3_CODES = chunk(b"cICP", bytes([12, 13, 0, 1]))
-WIDE = chunk(b"cHRM", struct.pack(">8I", 31270, 32900, 70800, 29200, 17000, 79700, 13100, 4600))
+P3_CODES = make_chunk(b"cICP", bytes([12, 13, 0, 1]))
+WIDE = make_chunk(b"cHRM", struct.pack(">8I", 31270, 32900, 70800, 29200, 17000, 79700, 13100, 4600))
 CONVERTED = np.array(find_effect(OPPONENTS, "RGB").transform.apply(Image.fromarray(EQUAL)))
 KEY = struct.pack(">3H", *EQUAL[0, 0])
 
@@ -114,25 +114,30 @@ MADE: dict[str, MadeFile] = {
     "bit depth 16": MadeFile(
         make(GREY.astype(int) * 257, bits=16), "has 16 bits", GREY.astype(int) * 257, options={"classes": 65536}
     ),
-    "interlace": MadeFile(interlaced, GREY, GREY, others={by_pillow: None, by_gdal: None}),
+    "interlace": MadeFile(write_interlaced, GREY, GREY, others={by_pillow: None, by_gdal: None}),
     "PLTE": MadeFile(
         make(INDICES, PLTE, bits=2, palette=True), COLOURS[INDICES], INDICES, naive=INDICES, others={by_pillow: None}
     ),
     "PLTE, too short": MadeFile(
-        make(INDICES, chunk(b"PLTE", COLOURS[:3].tobytes()), bits=2, palette=True),
+        make(INDICES, make_chunk(b"PLTE", COLOURS[:3].tobytes()), bits=2, palette=True),
         "damaged: a pixel has colour 3 of a palette of 3",
         INDICES,
     ),
     "tRNS of a palette": MadeFile(
-        make(INDICES, PLTE, chunk(b"tRNS", b"\xff\xff\0"), bits=4, palette=True),
+        make(INDICES, PLTE, make_chunk(b"tRNS", b"\xff\xff\0"), bits=4, palette=True),
         whiten(COLOURS[INDICES], INDICES == 2),
         INDICES,
         naive=COLOURS[INDICES],
     ),
     "tRNS of grey": MadeFile(
-        make(INDICES, chunk(b"tRNS", b"\0\1"), bits=2), whiten(INDICES * 85, INDICES == 1), INDICES, naive=INDICES * 85
+        make(INDICES, make_chunk(b"tRNS", b"\0\1"), bits=2),
+        whiten(INDICES * 85, INDICES == 1),
+        INDICES,
+        naive=INDICES * 85,
     ),
-    "tRNS of colours": MadeFile(make(EQUAL, chunk(b"tRNS", KEY)), whiten(GREY, GREY[0, 0] == GREY), GREY, naive=GREY),
+    "tRNS of colours": MadeFile(
+        make(EQUAL, make_chunk(b"tRNS", KEY)), whiten(GREY, GREY[0, 0] == GREY), GREY, naive=GREY
+    ),
     "alpha": MadeFile(
         make(np.dstack([PIXELS, np.where(GREY > 127, 255, 0)])),
         whiten(PIXELS, GREY <= 127),
@@ -140,36 +145,40 @@ MADE: dict[str, MadeFile] = {
         naive=PIXELS,
     ),
     "bKGD": MadeFile(
-        make(GREY, chunk(b"tRNS", struct.pack(">H", GREY[0, 0])), chunk(b"bKGD", b"\0\7")),
+        make(GREY, make_chunk(b"tRNS", struct.pack(">H", GREY[0, 0])), make_chunk(b"bKGD", b"\0\7")),
         whiten(GREY, GREY[0, 0] == GREY),
         GREY,
         naive=whiten(GREY, GREY[0, 0] == GREY),
     ),
     "sBIT": MadeFile(
-        make(GREY, chunk(b"sBIT", b"\5")), GREY, GREY, naive=GREY, others={by_pillow: None, by_gdal: None}
+        make(GREY, make_chunk(b"sBIT", b"\5")), GREY, GREY, naive=GREY, others={by_pillow: None, by_gdal: None}
     ),
     "hIST, sPLT, pHYs, oFFs, sCAL, tIME": MadeFile(make(GREY, OTHERS), GREY, GREY, naive=GREY, others={by_gdal: None}),
-    "iCCP": MadeFile(make(EQUAL, profile(DISPLAY_P3)), GREY, GREY, naive=GREY, others={by_pillow: None}),
-    "iCCP of no red, green and blue": MadeFile(make(EQUAL, profile(OPPONENTS)), CONVERTED, GREY, naive=GREY),
-    "sRGB": MadeFile(make(EQUAL, chunk(b"sRGB", b"\0")), GREY, GREY, naive=GREY),
+    "iCCP": MadeFile(make(EQUAL, make_profile_chunk(DISPLAY_P3)), GREY, GREY, naive=GREY, others={by_pillow: None}),
+    "iCCP of no red, green and blue": MadeFile(make(EQUAL, make_profile_chunk(OPPONENTS)), CONVERTED, GREY, naive=GREY),
+    "sRGB": MadeFile(make(EQUAL, make_chunk(b"sRGB", b"\0")), GREY, GREY, naive=GREY),
     "gAMA": MadeFile(
-        make(GREY, chunk(b"gAMA", struct.pack(">I", 100_000))), GREY, GREY, naive=GREY, others={by_pillow: None}
+        make(GREY, make_chunk(b"gAMA", struct.pack(">I", 100_000))), GREY, GREY, naive=GREY, others={by_pillow: None}
     ),
     "cHRM": MadeFile(make(GREY, WIDE), GREY, GREY, naive=GREY, others={by_pillow: None}),
     "cICP": MadeFile(make(GREY, P3_CODES), GREY, GREY, naive=GREY, others={by_pillow: None}),
-    "mDCV, cLLI": MadeFile(make(GREY, chunk(b"cLLI", bytes(8))), GREY, GREY, naive=GREY),
+    "mDCV, cLLI": MadeFile(make(GREY, make_chunk(b"cLLI", bytes(8))), GREY, GREY, naive=GREY),
     "eXIf": MadeFile(
-        make(GREY, chunk(b"eXIf", TURNED)), np.rot90(GREY, -1), np.rot90(GREY, -1), naive=GREY, others={by_pillow: None}
+        make(GREY, make_chunk(b"eXIf", TURNED)),
+        np.rot90(GREY, -1),
+        np.rot90(GREY, -1),
+        naive=GREY,
+        others={by_pillow: None},
     ),
-    "acTL, fcTL, fdAT": MadeFile(animated, "is an animation", "is an animation"),
+    "acTL, fcTL, fdAT": MadeFile(write_animated, "is an animation", "is an animation"),
     "CgBI": MadeFile(
-        make(PIXELS, before=chunk(b"CgBI", b"\0\0\0\0")), r"Apple's variant of PNG", r"Apple's variant of PNG"
+        make(PIXELS, before=make_chunk(b"CgBI", b"\0\0\0\0")), r"Apple's variant of PNG", r"Apple's variant of PNG"
     ),
 }
 
 
 @pytest.fixture(autouse=True)
-def said(monkeypatch: pytest.MonkeyPatch):
+def forget_warnings(monkeypatch: pytest.MonkeyPatch):
     """Nothing has been warned of yet."""
     monkeypatch.setattr(colour_profile, "_SAID", set())
 
@@ -212,7 +221,7 @@ def test_other_colours_are_said_once(tmp_path: Path, name: str):
 def test_orientation_before_and_after_the_pixels(tmp_path: Path, orientation: int, late: bool):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0"))
+    data = make_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0"))
     path = make(PIXELS, after=data)(tmp_path) if late else make(PIXELS, data)(tmp_path)
     assert np.array_equal(read_picture(path), by_pillow(path))
     assert read_shape(path) == open_image(path).shape()
@@ -224,15 +233,15 @@ def test_a_transparent_shade_counts_in_the_bits_of_the_file(tmp_path: Path, bits
     stored = GREY & most
     for key in {0, 1, most}:
         # Higher bits than those of the image do not count (PNG, 11.3.1.1).
-        path = make(stored, chunk(b"tRNS", struct.pack(">H", key | 0x100)), bits=bits)(tmp_path)
+        path = make(stored, make_chunk(b"tRNS", struct.pack(">H", key | 0x100)), bits=bits)(tmp_path)
         expected = whiten(stored.astype(int) * 255 // most, stored == key)
         assert np.array_equal(read_picture(path), expected), key
 
 
 def test_a_profile_that_changes_nothing_is_not_spoken_of(tmp_path: Path):
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    assert np.array_equal(read_picture(make(PIXELS, profile(srgb))(tmp_path)), PIXELS)
-    damaged = make(PIXELS, profile(b"no profile" * 50))(tmp_path)
+    assert np.array_equal(read_picture(make(PIXELS, make_profile_chunk(srgb))(tmp_path)), PIXELS)
+    damaged = make(PIXELS, make_profile_chunk(b"no profile" * 50))(tmp_path)
     assert np.array_equal(read_picture(damaged), PIXELS)
 
 
@@ -243,6 +252,6 @@ def test_numbers_that_are_no_colours_are_converted_as_by_another_program(tmp_pat
         (OPPONENTS, alpha, GREY <= 127),
         (SWAPPED, PIXELS, GREY < 0),
     ):
-        found = read_picture(make(stored, profile(data))(tmp_path)).astype(int)
+        found = read_picture(make(stored, make_profile_chunk(data))(tmp_path)).astype(int)
         expected = whiten(convert_by_imagecodecs(PIXELS, data), transparent)
         assert np.abs(found - expected).max() <= 1  # another program rounds otherwise

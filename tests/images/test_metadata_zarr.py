@@ -25,7 +25,7 @@ UNIT = {"y": [1, 0.25, 0.25], "half": [1, 0.5, 0.5], "quarter": [1, 1.0, 1.0]}
 Change = Callable[[dict[str, Any]], object]
 
 
-def store(data: np.ndarray, **options: Any) -> Callable[[Path], Path]:
+def make_store(data: np.ndarray, **options: Any) -> Callable[[Path], Path]:
     """How to write one array in chunks of at most 16 px."""
 
     def write(folder: Path) -> Path:
@@ -38,21 +38,21 @@ def store(data: np.ndarray, **options: Any) -> Callable[[Path], Path]:
 
 def by_zarr_array(path: Path) -> np.ndarray:
     """An array as zarr reads it, with channels last."""
-    return to_last(np.asarray(zarr.open(path, mode="r")[...]))
+    return move_channels_last(np.asarray(zarr.open(path, mode="r")[...]))
 
 
 def by_zarr_level(name: str) -> Callable[[Path], np.ndarray]:
     """One array of a group as zarr reads it, with channels last."""
 
     def read(path: Path) -> np.ndarray:
-        return to_last(np.asarray(zarr.open(path, mode="r", use_consolidated=False)[name][...]))
+        return move_channels_last(np.asarray(zarr.open(path, mode="r", use_consolidated=False)[name][...]))
 
     return read
 
 
 def by_copy(path: Path) -> np.ndarray:
     """An array of a group as zarr reads it by the group's copy of the metadata."""
-    return to_last(np.asarray(zarr.open(path, mode="r")["0"][...]))
+    return move_channels_last(np.asarray(zarr.open(path, mode="r")["0"][...]))
 
 
 def by_xarray_order(path: Path) -> np.ndarray:
@@ -60,7 +60,7 @@ def by_xarray_order(path: Path) -> np.ndarray:
     return by_zarr_array(path).T
 
 
-def to_last(found: np.ndarray) -> np.ndarray:
+def move_channels_last(found: np.ndarray) -> np.ndarray:
     return np.moveaxis(found, 0, -1) if found.ndim == 3 and found.shape[0] == 3 else found
 
 
@@ -71,7 +71,7 @@ def change(path: Path, name: str, fields: dict[str, Any]) -> Path:
     return path
 
 
-def pyramid(
+def make_pyramid(
     levels: Sequence[tuple[str, np.ndarray]],
     scales: Sequence[Sequence[float]] | None = ((1, 0.25, 0.25), (1, 0.5, 0.5), (1, 1.0, 1.0)),
     axes: Sequence[str] | None = ("c", "y", "x"),
@@ -101,26 +101,26 @@ def pyramid(
     return write
 
 
-def raw_layout(*names: str) -> Callable[[Path], Path]:
+def make_raw_layout(*names: str) -> Callable[[Path], Path]:
     """How to write a store as bioformats2raw does, with these pictures."""
 
     def write(folder: Path) -> Path:
         zarr.open_group(folder / "a", mode="w", zarr_format=2, attributes={"bioformats2raw.layout": 3})
         (folder / "a" / "OME").mkdir()
         for name in names:
-            pyramid([("0", FIRST), ("1", HALF)], at=name)(folder)
+            make_pyramid([("0", FIRST), ("1", HALF)], at=name)(folder)
         return folder / "a"
 
     return write
 
 
-def renamed_chunks(folder: Path) -> Path:
+def write_renamed_chunks(folder: Path) -> Path:
     """Chunks in folders, and metadata that do not say so, as early writers of OME-Zarr left it out."""
-    path = store(GREY, zarr_format=2, chunk_key_encoding={"name": "v2", "separator": "/"})(folder)
+    path = make_store(GREY, zarr_format=2, chunk_key_encoding={"name": "v2", "separator": "/"})(folder)
     return change(path, ".zarray", {"dimension_separator": "."})
 
 
-def blank_chunk(folder: Path) -> Path:
+def write_blank_chunks(folder: Path) -> Path:
     """An array of which one chunk is stored, and all others have the value 7."""
     array = zarr.create_array(folder / "a", shape=(40, 56), chunks=(16, 16), dtype="uint8", fill_value=7)
     array[:16, :16] = GREY[:16, :16]
@@ -133,9 +133,9 @@ ZERO = PARTLY.copy()
 ZERO[ZERO == 7] = 0
 
 
-def stale_copy(folder: Path) -> Path:
+def write_stale_copy(folder: Path) -> Path:
     """A group with a copy of its metadata that says that the array is smaller."""
-    path = pyramid([("0", FIRST)])(folder)
+    path = make_pyramid([("0", FIRST)])(folder)
     zarr.consolidate_metadata(path)
     copy = json.loads((path / ".zmetadata").read_text(encoding="utf-8"))
     copy["metadata"]["0/.zarray"]["shape"] = [3, 20, 30]
@@ -171,69 +171,74 @@ FORTRAN = {"zarr_format": 2, "order": "F"}
 TURNED = {"filters": [zarr.codecs.TransposeCodec(order=(2, 0, 1))]}
 
 MADE: dict[str, MadeFile] = {
-    "shape": MadeFile(store(FIRST), PIXELS, others={by_zarr_array: None}),
+    "shape": MadeFile(make_store(FIRST), PIXELS, others={by_zarr_array: None}),
     "dimension_names": MadeFile(
-        store(np.ascontiguousarray(GREY.T), dimension_names=("x", "y")), GREY, others={by_xarray_order: None}
+        make_store(np.ascontiguousarray(GREY.T), dimension_names=("x", "y")), GREY, others={by_xarray_order: None}
     ),
-    "data type": MadeFile(store(GREY.astype(np.int16)), "holds int16 numbers"),
-    "order": MadeFile(store(PIXELS, **FORTRAN), PIXELS, others={by_zarr_array: None}),
-    "transpose": MadeFile(store(PIXELS, **TURNED), PIXELS, others={by_zarr_array: None}),
-    "fill_value": MadeFile(blank_chunk, PARTLY, naive=ZERO, others={by_zarr_array: None}),
+    "data type": MadeFile(make_store(GREY.astype(np.int16)), "holds int16 numbers"),
+    "order": MadeFile(make_store(PIXELS, **FORTRAN), PIXELS, others={by_zarr_array: None}),
+    "transpose": MadeFile(make_store(PIXELS, **TURNED), PIXELS, others={by_zarr_array: None}),
+    "fill_value": MadeFile(write_blank_chunks, PARTLY, naive=ZERO, others={by_zarr_array: None}),
     "dimension_separator": MadeFile(
-        store(PIXELS, zarr_format=2, chunk_key_encoding={"name": "v2", "separator": "/"}),
+        make_store(PIXELS, zarr_format=2, chunk_key_encoding={"name": "v2", "separator": "/"}),
         PIXELS,
         others={by_zarr_array: None},
     ),
     # zarr reads nothing but blank pixels, which is why the file is refused.
     "other dimension_separator": MadeFile(
-        renamed_chunks, r"damaged: its first chunk is \d, and by its .* as 0\.0", others={by_zarr_array: 0 * GREY}
+        write_renamed_chunks, r"damaged: its first chunk is \d, and by its .* as 0\.0", others={by_zarr_array: 0 * GREY}
     ),
     "chunk_key_encoding": MadeFile(
-        store(PIXELS, chunk_key_encoding={"name": "v2", "separator": "."}), PIXELS, others={by_zarr_array: None}
+        make_store(PIXELS, chunk_key_encoding={"name": "v2", "separator": "."}), PIXELS, others={by_zarr_array: None}
     ),
-    "sharding_indexed": MadeFile(store(PIXELS, shards=(32, 32, 3)), PIXELS, others={by_zarr_array: None}),
+    "sharding_indexed": MadeFile(make_store(PIXELS, shards=(32, 32, 3)), PIXELS, others={by_zarr_array: None}),
     "compressors": MadeFile(
-        store(PIXELS, zarr_format=2, compressors=numcodecs.Blosc()), PIXELS, others={by_zarr_array: None}
+        make_store(PIXELS, zarr_format=2, compressors=numcodecs.Blosc()), PIXELS, others={by_zarr_array: None}
     ),
-    "filters": MadeFile(store(GREY, zarr_format=2, filters=[numcodecs.Delta("u1")]), "is packed by delta"),
-    "scale_factor, add_offset": MadeFile(store(GREY, attributes={"scale_factor": 0.5}), "has a scale_factor"),
-    "consolidated metadata": MadeFile(stale_copy, PIXELS, others={by_zarr_level("0"): None, by_copy: PIXELS[:20, :30]}),
-    "multiscales": MadeFile(pyramid(LEVELS, edit=list_twice("012")), PIXELS),
+    "filters": MadeFile(make_store(GREY, zarr_format=2, filters=[numcodecs.Delta("u1")]), "is packed by delta"),
+    "scale_factor, add_offset": MadeFile(make_store(GREY, attributes={"scale_factor": 0.5}), "has a scale_factor"),
+    "consolidated metadata": MadeFile(
+        write_stale_copy, PIXELS, others={by_zarr_level("0"): None, by_copy: PIXELS[:20, :30]}
+    ),
+    "multiscales": MadeFile(make_pyramid(LEVELS, edit=list_twice("012")), PIXELS),
     "several multiscales": MadeFile(
-        pyramid(LEVELS, edit=list_twice("12")), "lists 2 pictures .*first levels are 0, 1, .*Give the path of one array"
+        make_pyramid(LEVELS, edit=list_twice("12")),
+        "lists 2 pictures .*first levels are 0, 1, .*Give the path of one array",
     ),
-    "bioformats2raw.layout": MadeFile(raw_layout("0"), PIXELS),
-    "bioformats2raw.layout, several": MadeFile(raw_layout("0", "1"), r"holds 2 pictures \(0, 1\), .*such as .*a/0\."),
+    "bioformats2raw.layout": MadeFile(make_raw_layout("0"), PIXELS),
+    "bioformats2raw.layout, several": MadeFile(
+        make_raw_layout("0", "1"), r"holds 2 pictures \(0, 1\), .*such as .*a/0\."
+    ),
     "image-label": MadeFile(
-        pyramid([("0", GREY[None])], edit=lambda told: told.update({"image-label": {}})), "holds labels"
+        make_pyramid([("0", GREY[None])], edit=lambda told: told.update({"image-label": {}})), "holds labels"
     ),
     "labels": MadeFile(
-        lambda folder: [pyramid(LEVELS)(folder), pyramid([("0", HALF)], at="labels/b")(folder)][0], PIXELS
+        lambda folder: [make_pyramid(LEVELS)(folder), make_pyramid([("0", HALF)], at="labels/b")(folder)][0], PIXELS
     ),
-    "axes": MadeFile(pyramid([("0", FIRST.transpose(0, 2, 1))], axes=("c", "x", "y")), PIXELS),
-    "axes, none": MadeFile(pyramid(LEVELS, axes=None), "is OME-Zarr 0.4 without the names of its axes"),
+    "axes": MadeFile(make_pyramid([("0", FIRST.transpose(0, 2, 1))], axes=("c", "x", "y")), PIXELS),
+    "axes, none": MadeFile(make_pyramid(LEVELS, axes=None), "is OME-Zarr 0.4 without the names of its axes"),
     "datasets, order": MadeFile(
-        pyramid(LEVELS[::-1], [(1, 1, 1), (1, 0.5, 0.5), (1, 0.25, 0.25)]),
+        make_pyramid(LEVELS[::-1], [(1, 1, 1), (1, 0.5, 0.5), (1, 0.25, 0.25)]),
         PIXELS,
         others={by_zarr_level("0"): None, by_zarr_level("2"): QUARTER.transpose(1, 2, 0)},
     ),
     "datasets, sizes": MadeFile(
-        pyramid([("0", FIRST), ("1", FIRST[:, :10, :10])]), "array 1 of 10 x 10 px, .*has another aspect ratio"
+        make_pyramid([("0", FIRST), ("1", FIRST[:, :10, :10])]), "array 1 of 10 x 10 px, .*has another aspect ratio"
     ),
-    "datasets, channels": MadeFile(pyramid([("0", FIRST), ("1", HALF[:1])]), "damaged: a level has 1 channels"),
+    "datasets, channels": MadeFile(make_pyramid([("0", FIRST), ("1", HALF[:1])]), "damaged: a level has 1 channels"),
     "scale": MadeFile(
-        pyramid(LEVELS, [(1, 0.25, 0.25), (1, 1, 1), (1, 1, 1)]), "array 1 .*pixels are 4 times as large along y"
+        make_pyramid(LEVELS, [(1, 0.25, 0.25), (1, 1, 1), (1, 1, 1)]), "array 1 .*pixels are 4 times as large along y"
     ),
-    "translation": MadeFile(pyramid(LEVELS, edit=set_origin(0, 5, 0)), "array 1 .*begins 20 px further along y"),
-    "translation, half a pixel": MadeFile(pyramid(LEVELS, edit=set_origin(1, 1.125, 1.375)), PIXELS, naive=PIXELS),
+    "translation": MadeFile(make_pyramid(LEVELS, edit=set_origin(0, 5, 0)), "array 1 .*begins 20 px further along y"),
+    "translation, half a pixel": MadeFile(make_pyramid(LEVELS, edit=set_origin(1, 1.125, 1.375)), PIXELS, naive=PIXELS),
     "coordinateTransformations, shared": MadeFile(
-        pyramid(LEVELS, edit=lambda told: told["multiscales"][0].update(SHARED)), PIXELS
+        make_pyramid(LEVELS, edit=lambda told: told["multiscales"][0].update(SHARED)), PIXELS
     ),
     "omero.channels": MadeFile(
-        pyramid(LEVELS, edit=lambda told: told.update({"omero": {"channels": [WINDOW] * 3}})), PIXELS, naive=PIXELS
+        make_pyramid(LEVELS, edit=lambda told: told.update({"omero": {"channels": [WINDOW] * 3}})), PIXELS, naive=PIXELS
     ),
     "omero.rdefs": MadeFile(
-        pyramid(LEVELS, edit=lambda told: told.update({"omero": {"rdefs": {"model": "greyscale"}}})),
+        make_pyramid(LEVELS, edit=lambda told: told.update({"omero": {"rdefs": {"model": "greyscale"}}})),
         PIXELS,
         naive=PIXELS,
     ),
@@ -259,7 +264,7 @@ ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2)]
 @pytest.mark.parametrize("order", ORDERS)
 def test_levels_are_sorted_from_the_finest(tmp_path: Path, order: tuple[int, ...], scaled: bool):
     scales = [(1, 0.25 * 2**place, 0.25 * 2**place) for place in order]
-    path = pyramid([LEVELS[place] for place in order], scales if scaled else None)(tmp_path)
+    path = make_pyramid([LEVELS[place] for place in order], scales if scaled else None)(tmp_path)
     opened = open_image(path)
     assert [(level.shape, level.downsample) for level in opened.levels] == [((40, 56), 1), ((20, 28), 2), ((10, 14), 4)]
     assert opened.microns_per_px == (0.25 if scaled else None)
@@ -271,7 +276,7 @@ def test_rounded_sizes_are_reduced_copies(tmp_path: Path):
     odd = FIRST[:, :37, :51]
     rounded = [("0", odd), ("1", odd[:, ::2, ::2]), ("2", odd[:, :36:4, :48:4]), ("3", odd[:, ::32, ::32])]
     scales = [(1, step, step) for step in (1, 2, 4, 32)]
-    assert [level.shape for level in open_image(pyramid(rounded, scales)(tmp_path)).levels] == [
+    assert [level.shape for level in open_image(make_pyramid(rounded, scales)(tmp_path)).levels] == [
         (37, 51), (19, 26), (9, 12), (2, 2),
     ]  # fmt: skip
 
@@ -291,7 +296,7 @@ def test_rounded_sizes_are_reduced_copies(tmp_path: Path):
 )
 def test_levels_that_disagree_are_refused(tmp_path: Path, levels, scales, says: str):
     with pytest.raises(ImageError, match=says):
-        open_image(pyramid(levels, scales)(tmp_path))
+        open_image(make_pyramid(levels, scales)(tmp_path))
 
 
 def test_a_shared_scale_multiplies_the_size_of_a_pixel(tmp_path: Path):
