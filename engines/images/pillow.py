@@ -174,7 +174,7 @@ def choose_conversion(path: Path, image: Image.Image, stated: str | None) -> Tra
     Warns of colours, such as those that are `stated`, which are not applied; see `engines/images/colour_profile.py`.
     Raises ImageError if the numbers are inks, and it is not known which.
     """
-    if stated:
+    if stated and image.mode != INKS:
         warn_of_colours(path, stated)
         return None
     mode = "L" if image.mode in (*_GREY, "LA", "La") else image.mode if image.mode == INKS else "RGB"

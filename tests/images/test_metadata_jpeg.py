@@ -227,10 +227,15 @@ def test_conversions_agree_with_another_program(tmp_path: Path):
     assert np.abs(found - PALE).mean() < 2  # and it is the picture that was hidden
 
 
-@pytest.mark.parametrize("without", ["a profile", "a marker", "a profile for inks"])
+@pytest.mark.parametrize("without", ["a profile", "a profile, in Adobe RGB", "a marker", "a profile for inks"])
 def test_inks_of_unknown_colours_are_refused_before_they_are_decoded(tmp_path: Path, without: str):
-    profile = {"a profile": None, "a profile for inks": DISPLAY_P3}.get(without, INKS)
-    data = encode(INK, "CMYK", **({"icc_profile": profile} if profile else {}))
+    options = {
+        "a profile": {},
+        "a profile, in Adobe RGB": {"exif": tag_exif(space=2)},
+        "a profile for inks": {"icc_profile": DISPLAY_P3},
+        "a marker": {"icc_profile": INKS},
+    }
+    data = encode(INK, "CMYK", **options[without])
     path = make(cut(data, 0xEE) if without == "a marker" else data)(tmp_path)
     for read in (open_image, read_shape):
         with pytest.raises(ImageError, match="no Adobe marker" if without == "a marker" else "no colour profile for"):
