@@ -32,7 +32,8 @@ ZarrHandle = tuple[list[Any], str]
 class ZarrPicture(FileReader[ZarrHandle]):
     """A Zarr array (H, W), (H, W, C) or (C, H, W) of uint8, or an OME-Zarr group of such arrays; read by chunks.
 
-    The axes of a group are identified by name; other axes, such as time and depth, must have one entry.
+    The axes of a group are identified by name; other axes, such as time and depth, must have one entry. Its levels are
+    sorted by their size; they must be reduced copies of the finest.
     Raises ImageError if it is none of these, or the extra `zarr` is not installed.
     """
 
