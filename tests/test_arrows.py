@@ -25,6 +25,7 @@ PURE = (
     "engines.graph.model_graph",
     "engines.comm.output",
     "engines.images.regular_file",
+    "engines.images.metadata.*",
     "engines.comm.start",
     "engines.spatial.tiles",
     "engines.spatial.windows",

@@ -32,6 +32,35 @@ _LARGEST = 64  # the most that a region, with white around the picture, may be l
 Shape = tuple[int, int]
 
 
+class ShapeCache:
+    """Heights and widths of pictures and masks, each read once: a table may name one slide in thousands of lines.
+
+    It is used for one check and then dropped, since files may change.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Path, int | None], Shape | ImageError] = {}
+
+    def read(self, path: Path, level: int = 0) -> Shape:
+        """Return the shape of one level of a picture. Raises ImageError, naming the file, if it cannot be read."""
+        return self._read((path, level), lambda: read_shape(path, level))
+
+    def read_mask(self, path: Path) -> Shape:
+        """Return the shape of a mask. Raises ImageError, naming the file, if it is none."""
+        return self._read((path, None), lambda: read_mask_shape(path))
+
+    def _read(self, key: tuple[Path, int | None], read: Callable[[], Shape]) -> Shape:
+        if key not in self._found:
+            try:
+                self._found[key] = read()
+            except ImageError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, ImageError):
+            raise ImageError(str(found))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One image: a file, or a `region` of it in pixels of `level`, with its class and mask.
@@ -58,6 +87,10 @@ class Example:
         """Height and width in pixels. Raises ImageError, naming the file, if it cannot be read."""
         return self.region.shape if self.region else read_shape(self.path, self.level)
 
+    def replace_label(self, label: int | None) -> Example:
+        """Return the same image with another class."""
+        return Example(self.path, label, self.mask, self.region, self.level, self.slide)
+
     def open_picture(self) -> Picture:
         """Open the image. Raises ImageError, naming the file, if it cannot be read or has no such region."""
         picture = open_cached(self.path)
@@ -67,14 +100,14 @@ class Example:
         self._check_size(picture.shape(self.level))
         return crop_picture(picture, tile.rows.start, tile.cols.start, *tile.shape, self.level)
 
-    def find_mask_origin(self, mask: Shape, source: Shape) -> tuple[int, int]:
+    def find_mask_origin(self, mask: Shape, source: Shape, shapes: ShapeCache | None = None) -> tuple[int, int]:
         """Return the pixel of a mask of shape `mask` at the first pixel of the image, which has shape `source`.
 
         A mask covers the region or the whole picture. Raises ImageError if its shape is that of neither.
         """
         if mask == source:
             return 0, 0
-        whole = read_shape(self.path, self.level)
+        whole = (shapes or ShapeCache()).read(self.path, self.level)
         if self.region and mask == whole:
             return self.region.rows.start, self.region.cols.start
         of_region = f", and {self.name} has {source[0]} x {source[1]}" if self.region else ""
@@ -83,15 +116,17 @@ class Example:
             f"{whole[0]} x {whole[1]}{of_region}. Make the mask as large as its image."
         )
 
-    def check(self) -> None:
+    def check(self, shapes: ShapeCache) -> None:
         """Raise ImageError if the image or its mask is found unreadable without reading pixels."""
         # Of a PNG or JPEG only the header is read here, so that a table of thousands of them is checked in seconds.
-        whole = read_shape(self.path, self.level)
-        if self.region and not self.region & Tile.whole(*whole):
-            self.open_picture()  # raises the error for a region outside of the picture
-        self._check_size(whole)
+        whole = source = shapes.read(self.path, self.level)
+        if self.region:
+            source, (rows, cols) = self.region.shape, (self.region.rows, self.region.cols)
+            if rows.stop <= 0 or cols.stop <= 0 or rows.start >= whole[0] or cols.start >= whole[1]:
+                self.open_picture()  # raises the error for a region outside of the picture
+            self._check_size(whole)
         if self.mask:
-            self.find_mask_origin(read_mask_shape(self.mask), self.shape)
+            self.find_mask_origin(shapes.read_mask(self.mask), source, shapes)
 
     def _check_size(self, whole: Shape) -> None:
         """Raise ImageError if the region is far too large: with one digit too many, its white would fill the memory."""
@@ -220,10 +255,10 @@ class ExampleImages(LabelledImages):
 
     def check(self) -> None:
         """Raise ImageError, naming the images, if some are found unreadable without reading their pixels."""
-        bad = []
+        bad, shapes = [], ShapeCache()
         for example in self.examples:
             try:
-                example.check()
+                example.check(shapes)
             except ImageError as error:
                 bad.append(str(error))
         if bad:

@@ -127,24 +127,26 @@ def read_head(path: Path, count: int) -> bytes:
 
 
 # A file's header cannot be trusted, so that the memory of a read is limited by the bytes that the file really has.
-ANY_FILE_BYTES = 2 << 30  # for a file of any size: a mask of 30,000 x 30,000 px compresses to a thousandth
+ANY_FILE_BYTES = 1 << 30  # for a file of any size, and twice as much for one of a megabyte
 PER_BYTE = 128  # per byte of the file: highly compressed photographs take a hundred times their bytes
+PACKED_PER_BYTE = 2048  # up to twice `ANY_FILE_BYTES`: a mask of 30,000 x 30,000 px compresses to a thousandth
 SMALL_BYTES = 64 << 20  # smaller reads are not checked
 
 
 def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
     """Raise ImageError if a read would take too much memory for a file of this size, or for the free memory.
 
-    The limit is 2 GB or 128 times the file's bytes, whichever is more, but never more than half of the free memory,
-    since other ranks read at the same time. In the message, `what` says what takes the memory, and `mend` how to avoid
-    it.
+    The limit is 1 GB (2 GB for a file of a megabyte) or 128 times the file's bytes, whichever is more, but never more
+    than half of the free memory, since other ranks read at the same time. In the message, `what` says what takes the
+    memory, and `mend` how to avoid it.
     """
     # One limit stops a small file that claims to be huge (a decompression bomb), the other an honest file that is too
     # large for this host. The message names the one that was hit.
     if wanted_bytes <= SMALL_BYTES:
         return
     there = path.stat().st_size
-    right, free = max(ANY_FILE_BYTES, PER_BYTE * there), _get_free_bytes() // 2
+    packed = min(2 * ANY_FILE_BYTES, PACKED_PER_BYTE * there)
+    right, free = max(ANY_FILE_BYTES, packed, PER_BYTE * there), _get_free_bytes() // 2
     if wanted_bytes <= min(right, free):
         return
     most = (

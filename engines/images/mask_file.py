@@ -11,7 +11,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from engines.images.pillow import (
     allow_any_size,
     check_decoding,
     map_row_bands,
+    read_header,
     read_whole_file,
 )
 from engines.images.tiff import TiffPageReader, check_segment_size, open_descriptor
@@ -252,7 +252,7 @@ def _open_checked(path: Path) -> tuple[Image.Image, int, int]:
     """Return a PNG or JPEG image that is not decoded yet, its bits per channel, and its orientation."""
     data = read_whole_file(path)
     with allow_any_size():
-        image = Image.open(BytesIO(data), formats=("PNG", "JPEG"))
+        image = read_header(path, data)
         # The cost is checked before any access that makes Pillow decode the image, such as `getexif`.
         bytes_per_pixel = np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
         check_decoding(path, image, data, bytes_per_pixel)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engines.errors import ImageError
+from engines.images.colour_profile import check_stored_colours
 from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, FileReader, read_head, translate_errors
 from engines.images.picture_reader import (
     ArrayPicture,
@@ -30,7 +31,16 @@ from engines.images.picture_reader import (
     make_thumbnail,
     split_row_bands,
 )
-from engines.images.pillow import PillowPicture, allow_any_size, find_orientation, is_animated
+from engines.images.pillow import (
+    PillowPicture,
+    allow_any_size,
+    check_mode,
+    choose_conversion,
+    find_orientation,
+    find_stated_colours,
+    is_animated,
+    is_apple_png,
+)
 from engines.images.regular_file import open_regular
 from engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
@@ -88,6 +98,7 @@ class OpenSlidePicture(FileReader[Any]):
 
         with translate_errors(self.path):
             slide = openslide.OpenSlide(self.path)
+        check_stored_colours(self.path, _read_profile(slide), "RGB")
         return slide, _read_levels(slide, self.path.name), _read_microns(slide)
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -104,6 +115,7 @@ class SlideLikePicture(Picture):
     """A slide object that the caller has opened. To reach other ranks, the object itself is pickled, if possible."""
 
     def __init__(self, slide: SlideLike) -> None:
+        check_stored_colours(Path("slide"), _read_profile(slide), "RGB")
         super().__init__("slide", _read_levels(slide, "slide"), _read_microns(slide))
         self._slide = slide
 
@@ -140,6 +152,15 @@ def _read_microns(slide: SlideLike) -> float | None:
     except (KeyError, TypeError, ValueError):
         return None
     return sum(sides) / 2 if min(sides) > 0 and all(map(math.isfinite, sides)) else None
+
+
+def _read_profile(slide: SlideLike) -> bytes | None:
+    """Return the ICC profile of a slide; None if it has none, or a damaged one."""
+    try:
+        profile = getattr(slide, "color_profile", None)
+        return bytes(profile.tobytes()) if profile is not None else None
+    except Exception:  # an object of any kind, and a profile of any content
+        return None
 
 
 def _read_slide(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple[int, int]) -> None:
@@ -188,11 +209,12 @@ def open_image(source: Source) -> Picture:
 
     Files are PNG, JPEG, TIFF (OME-TIFF, pyramids), Zarr and, with the extra `wsi`, whatever OpenSlide reads; they are
     recognised by their content, not their names (except `.mrxs`). Each process opens a file itself and reads only the
-    requested pixels. Grey becomes three equal channels, and transparent pixels are composited on white. Numbers are
-    uint8, or floats from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples`
+    requested pixels. Grey becomes three equal channels, and transparent pixels are composited on white. Red, green
+    and blue are used as they are stored, with one warning for each colour profile that shows other colours than sRGB;
+    inks (CMYK) are converted by their profile. Numbers are uint8, or floats from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples`
     is used directly. Raises ImageError, naming the file and the reason, if there is no readable picture, or if a file
-    that can only be decoded whole (PNG, JPEG, TIFF in one strip) would take more memory than the larger of 2 GB and 128
-    times its bytes, or than half of the free memory.
+    that can only be decoded whole (PNG, JPEG, TIFF in one strip) would take more memory than the larger of 1 GB (2 GB
+    for a file of a megabyte) and 128 times its bytes, or than half of the free memory.
 
     `.shape()` is (rows, columns), and `.read(y, x, rows, columns)` returns pixels (rows, columns, 3) of uint8.
 
@@ -309,17 +331,30 @@ def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
 
     Raises ImageError, naming the file, if it cannot be read or has no such level.
     """
-    # Opening a PNG or JPEG decodes all of it, and a data set asks for the shape of every image before it starts. A
-    # damaged header may raise anything; opening the picture then raises the proper error.
-    if not level:
-        with (
-            suppress(Exception),
-            open_regular(path) as file,
-            allow_any_size(),
-            Image.open(file, formats=("PNG", "JPEG")) as image,
-        ):
-            if is_animated(image):
-                raise ImageError  # raised again, in words, when the picture is opened
-            if (orientation := find_orientation(image, file)) is not None:
-                return image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
-    return open_cached(path).shape(level)
+    # Opening a PNG or JPEG decodes all of it, and a data set asks for the shape of every image before it starts.
+    found = None if level else _read_header(path)
+    if found is None:
+        return open_cached(path).shape(level)
+    image, orientation, stated = found
+    choose_conversion(path, image, stated)  # warns, or raises: the pixels that are read later are not the stored ones
+    return image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
+
+
+def _read_header(path: Path) -> tuple[Image.Image, int, str | None] | None:
+    """Return the image of a PNG or JPEG file, not decoded and closed, its orientation, and what states its colours.
+
+    Returns None if opening the picture is the way to learn its shape, or the proper error: a damaged header may raise
+    anything.
+    """
+    with (
+        suppress(Exception),
+        open_regular(path) as file,
+        allow_any_size(),
+        Image.open(file, formats=("PNG", "JPEG")) as image,
+    ):
+        check_mode(path, image)
+        orientation = find_orientation(image, file)
+        file.seek(0)
+        if orientation is not None and not is_animated(image) and not is_apple_png(file.read(16)):
+            return image, orientation, find_stated_colours(image, file)
+    return None

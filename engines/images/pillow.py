@@ -8,7 +8,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from operator import attrgetter
 from pathlib import Path
@@ -20,18 +20,28 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from engines.errors import ImageError
+from engines.images.colour_profile import Transform, find_conversion, warn_of_colours
 from engines.images.files import (
+    JPEG_HEAD,
     PIXELS_PER_BYTE,
     FileCache,
     FileReader,
     check_budget,
     check_size,
+    make_damaged_error,
     translate_errors,
 )
+from engines.images.jpeg_frame import read_frame
 from engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
+from engines.images.png_chunks import (
+    find_other_colours,
+    find_transparent_shade,
+    has_late_text,
+    scale_transparent_shade,
+)
 from engines.images.regular_file import open_regular
 
-_GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
+_GREY, _COLOUR, INKS = ("1", "L"), ("P", "RGB", "YCbCr"), "CMYK"
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
 ORIENTATION = 0x0112  # the tag of EXIF and TIFF
@@ -40,7 +50,10 @@ MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a deco
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # a marker that ends a scan: no stuffed 0, restart or padding
 _SCAN, _END = 0xDA, 0xD9
 TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
-_HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
+_CONVERT = "Convert it to 8-bit RGB or grey and save it again."
+_COLOUR_MAP = 320
+_EXIF, _INTEROPERABILITY, _COLOUR_SPACE, _ADOBE_RGB = 0x8769, 0xA005, 0xA001, 2  # tags of EXIF, and a value
+_HOLDS = {INKS: "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
 
 class PillowPicture(FileReader[Pixels]):
@@ -59,6 +72,7 @@ class PillowPicture(FileReader[Pixels]):
         return pixels, [Level(*pixels.shape[:2])], None
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        # Of grey, one channel is kept: a page that packs well may have many pixels.
         out[:] = self.handle[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
@@ -81,33 +95,139 @@ def allow_any_size() -> Iterator[None]:
 
 
 def _decode(path: Path, page: int) -> Pixels:
+    """Decode a file to (H, W, 3), or (H, W, 1) if it is grey, upright and on white."""
     with translate_errors(path):
         data = read_whole_file(path)
         with allow_any_size():
-            try:
-                image = Image.open(BytesIO(data), formats=("PNG", "JPEG", "TIFF"))
-            except UnidentifiedImageError:
-                raise ImageError(f"{path} is not a PNG, JPEG or TIFF picture that can be read.") from None
+            image = read_header(path, data)
             if page:
                 image.seek(page)
-            # The order matters: both checks look at the header only, and come before `getexif`, which for a PNG decodes
-            # the image. The latter is called for its side effect: it may warn, which is switched off here.
-            _check_mode(path, image)
-            check_decoding(path, image, data, 3)
+            # The order matters: these checks look at the header only, and come before `getexif`, which for a PNG
+            # decodes the image. The latter is called for its side effect: it may warn, which is switched off here.
+            check_mode(path, image)
+            alpha = _set_transparency(image, data)
+            channels = 1 if image.mode in _GREY and not alpha else 3
+            check_decoding(path, image, data, channels)
+            entries = len(image.palette.palette) // 3 if image.format == "PNG" and image.palette else 256
+            stated = find_stated_colours(image, BytesIO(data))
             image.getexif()
             if image.format == "TIFF":
                 image.load()  # Pillow inspects the tags, and warns, only now
-        # Outside of the lock, so that other threads do not wait.
-        alpha = image.mode in _WITH_ALPHA
-        if isinstance(image, TiffImageFile):
-            # Pillow takes any fourth channel of a TIFF file for alpha, but only the ExtraSamples tag makes it that.
-            alpha = alpha and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
-        else:
-            alpha = alpha or "transparency" in image.info
+                _set_palette_bits(image)
+        # Outside of the lock, so that other threads do not wait, and so that the warning is heard.
+        conversion = choose_conversion(path, image, stated)
         ImageOps.exif_transpose(image, in_place=True)
-        if alpha:
-            return map_row_bands(image, lambda band: composite_on_white(np.array(band.convert("RGBA"))))
-        return map_row_bands(image, lambda band: np.array(band.convert("RGB")))
+
+        def read(band: Image.Image) -> Pixels:
+            if band.mode == "P" and (most := band.getextrema()[1]) >= entries:
+                raise make_damaged_error(path, f"a pixel has colour {most} of a palette of {entries}")
+            if channels == 1:
+                return np.array(band.convert("L"))[..., None]
+            if alpha:
+                return composite_on_white(np.array(_convert(band.convert("RGBA"), conversion)))
+            return np.array(_convert(band, conversion).convert("RGB"))
+
+        return map_row_bands(image, read)
+
+
+def read_header(path: Path, data: bytes) -> Image.Image:
+    """Return the image in a file's bytes, not decoded yet. Raises ImageError if it is of a kind that is not read."""
+    if is_apple_png(data):
+        raise ImageError(f"{path} is Apple's variant of PNG (CgBI), which is not read here. Save it as a PNG file.")
+    with suppress(UnidentifiedImageError):
+        return Image.open(BytesIO(data), formats=("PNG", "JPEG", "TIFF"))
+    frame = read_frame(data) if data.startswith(JPEG_HEAD) else None
+    if frame and frame.bits != 8:
+        raise make_depth_error(path, frame.bits)
+    if frame and (frame.channels not in (1, 3, 4) or frame.mode not in ("baseline", "extended", "progressive")):
+        raise ImageError(
+            f"{path} is a JPEG file of the kind {frame.mode} with {frame.channels} channels, which is not read here. "
+            "Save it as a PNG or TIFF file."
+        )
+    raise ImageError(f"{path} is not a PNG, JPEG or TIFF picture that can be read.")
+
+
+def is_apple_png(head: bytes) -> bool:
+    """Return whether a file begins with a chunk CgBI, after which channels and packing are others than those of PNG."""
+    return head[12:16] == b"CgBI"
+
+
+def find_stated_colours(image: Image.Image, file: BinaryIO) -> str | None:
+    """Return what says, besides an ICC profile, that an image has other colours than those of sRGB; None if nothing.
+
+    Only the header of `file` is read.
+    """
+    if image.format == "PNG":
+        return find_other_colours(file)
+    if is_jpeg(image) and "icc_profile" not in image.info:
+        with suppress(Exception):  # damaged EXIF data change no pixel
+            exif = image.getexif()
+            space, index = exif.get_ifd(_EXIF).get(_COLOUR_SPACE), exif.get_ifd(_INTEROPERABILITY).get(1)
+            if space == _ADOBE_RGB or str(index).startswith("R03"):
+                return "its EXIF ColorSpace (Adobe RGB)"
+    return None
+
+
+def choose_conversion(path: Path, image: Image.Image, stated: str | None) -> Transform | None:
+    """Return the conversion to sRGB of an image whose numbers are no colours by themselves, else None.
+
+    Warns of colours, such as those that are `stated`, which are not applied; see `engines/images/colour_profile.py`.
+    Raises ImageError if the numbers are inks, and it is not known which.
+    """
+    if stated and image.mode != INKS:
+        warn_of_colours(path, stated)
+        return None
+    mode = "L" if image.mode in (*_GREY, "LA", "La") else image.mode if image.mode == INKS else "RGB"
+    conversion = find_conversion(path, image.info.get("icc_profile"), mode)
+    if mode == INKS and (conversion is None or "adobe" not in image.info):
+        lacks = "no colour profile for them" if conversion is None else "no Adobe marker that says how they are stored"
+        raise ImageError(f"{path} is of mode CMYK (printing inks), and has {lacks}. {_CONVERT}")
+    return conversion
+
+
+def _convert(image: Image.Image, conversion: Transform | None) -> Image.Image:
+    """Convert the colours of an image, and keep its transparency."""
+    if conversion is None:
+        return image
+    if image.mode == INKS:
+        return conversion.apply(image)
+    found = conversion.apply(image.convert("RGB"))
+    if image.mode == "RGBA":
+        found.putalpha(image.getchannel("A"))
+    return found
+
+
+def _set_transparency(image: Image.Image, data: bytes) -> bool:
+    """Return whether an image has transparent pixels, and set the transparent shade of a grey PNG image."""
+    if isinstance(image, TiffImageFile):
+        # Pillow takes any fourth channel of a TIFF file for alpha, but only the ExtraSamples tag makes it that.
+        return image.mode in _WITH_ALPHA and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
+    if image.format == "PNG" and image.mode in _GREY and "transparency" in image.info:
+        # The file counts it in its own bits. Pillow spreads the pixels over 0 ... 255, and leaves it as it is.
+        shade = find_transparent_shade(BytesIO(data))
+        if shade is not None:
+            image.info["transparency"] = scale_transparent_shade(shade, bits=data[24])
+    return image.mode in _WITH_ALPHA or "transparency" in image.info
+
+
+def _set_palette_bits(image: Image.Image) -> None:
+    """Take the palette of a TIFF image for one of 8 bits if no number in it is larger.
+
+    Numbers have 16 bits (TIFF 6.0, p. 23), of which Pillow takes the upper 8. Programs have written 8; libtiff tells
+    the two apart in the same way.
+    """
+    if image.mode == "P" and isinstance(image, TiffImageFile):
+        colours = to_8_bit_colours(np.array(image.tag_v2[_COLOUR_MAP], np.uint16).reshape(3, -1))
+        image.putpalette(colours.T.tobytes())
+
+
+def to_8_bit_colours(colour_map: NDArray[np.uint16]) -> NDArray[np.uint8]:
+    """Return the colours of a TIFF palette (3, N) in 8 bits, whether it has 16 bits or 8.
+
+    >>> to_8_bit_colours(np.array([0, 255, 17])).tolist(), to_8_bit_colours(np.array([0, 65535, 4369])).tolist()
+    ([0, 255, 17], [0, 255, 17])
+    """
+    return (colour_map if np.max(colour_map) < 256 else colour_map >> 8).astype(np.uint8)
 
 
 def is_animated(image: Image.Image) -> bool:
@@ -121,24 +241,9 @@ def find_orientation(image: Image.Image, file: BinaryIO) -> int | None:
     Returns None for a PNG whose orientation may be stored after its pixels.
     """
     # For a PNG, Pillow's `getexif` decodes all pixels to reach the chunks after them.
-    if image.format == "PNG" and "exif" not in image.info and _has_late_text(file):
+    if image.format == "PNG" and "exif" not in image.info and has_late_text(file):
         return None
     return int(Image.Image.getexif(image).get(ORIENTATION, 1))
-
-
-def _has_late_text(file: BinaryIO) -> bool:
-    """Return whether chunks after the pixels of a PNG file may hold its orientation."""
-    file.seek(8)  # after the signature
-    after = False
-    while len(head := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", head)
-        if kind == b"IEND":
-            break
-        after |= kind == b"IDAT"
-        if after and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
-            return True
-        file.seek(length + 4, os.SEEK_CUR)  # a checksum follows
-    return False
 
 
 def read_whole_file(path: Path) -> bytes:
@@ -164,17 +269,17 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     # The most pixels that a format stores per byte of file. JPEG needs at least a bit per block of 8 x 8 (T.81, F.1.2);
     # deflate, in a PNG, packs 258 bytes into 2 bits (RFC 1951).
     bands, per_byte = len(image.getbands()), PIXELS_PER_BYTE
-    if image.format == "JPEG":
+    if is_jpeg(image):
         per_byte = 8 * 64
     elif image.format == "PNG":
         per_byte = 1032 // bands if bands > 1 else 8 * 1032  # one band may have 1 bit per pixel
     check_size(path, rows, cols, per_byte)
-    if image.format == "JPEG" and (scans := count_jpeg_scans(data)) > MOST_SCANS:
+    if is_jpeg(image) and (scans := count_jpeg_scans(data)) > MOST_SCANS:
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
     held = 1 if image.mode in ("1", "L", "P") else 4
-    more = {"TIFF": held, "JPEG": 6 if image.info.get("progressive") else 0}.get(str(image.format), 0)
-    # `getexif` would decode a PNG, so a PNG always counts as if it had to be turned.
-    turned = held if image.format == "PNG" or image.getexif().get(ORIENTATION, 1) != 1 else 0
+    more = held if image.format == "TIFF" else 6 if is_jpeg(image) and image.info.get("progressive") else 0
+    # A PNG whose orientation may come after its pixels counts as if it had to be turned.
+    turned = held if find_orientation(image, BytesIO(data)) != 1 else 0
     wanted = len(data) + rows * cols * (held + more + turned + result_bytes)
     check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
 
@@ -194,22 +299,31 @@ def count_jpeg_scans(data: bytes) -> int:
     return scans
 
 
-def _check_mode(path: Path, image: Image.Image) -> None:
-    """Raise ImageError for an unsupported mode.
+def make_depth_error(path: Path, bits: int) -> ImageError:
+    """Build the error for a picture of more than 8 bits per channel."""
+    return ImageError(
+        f"{path} has {bits} bits per channel, and pictures here have 8. Scale it to 0 ... 255 first, "
+        "for instance by skimage.util.img_as_ubyte, and pass the array."
+    )
+
+
+def check_mode(path: Path, image: Image.Image) -> None:
+    """Raise ImageError for an unsupported mode; only the header is looked at.
 
     Pillow silently drops the low bytes of 16-bit colours; only the raw mode of its decoder shows this.
     """
     stored = str([part[3] for part in image.tile])
     if ";16" in stored or image.mode.startswith("I;16"):
-        raise ImageError(
-            f"{path} has 16 bits per channel, and pictures here have 8. Scale it to 0 ... 255 first, "
-            "for instance by skimage.util.img_as_ubyte, and pass the array."
-        )
-    if image.mode not in (*_GREY, *_COLOUR, *_WITH_ALPHA):
+        raise make_depth_error(path, 16)
+    known = (*_GREY, *_COLOUR, *_WITH_ALPHA, *([INKS] if is_jpeg(image) else []))
+    if image.mode not in known:
         holds = _HOLDS.get(image.mode, "colours of another kind")
-        raise ImageError(
-            f"{path} is of mode {image.mode} ({holds}). Convert it to 8-bit RGB or grey and save it again."
-        )
+        raise ImageError(f"{path} is of mode {image.mode} ({holds}). {_CONVERT}")
+
+
+def is_jpeg(image: Image.Image) -> bool:
+    """Return whether an image is a JPEG file. (Pillow names one with further pictures behind it otherwise.)"""
+    return image.format in ("JPEG", "MPO")
 
 
 def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:

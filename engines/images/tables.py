@@ -6,8 +6,8 @@ import csv
 import math
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from io import StringIO
 from numbers import Integral, Real
 from os import PathLike
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ImageError, describe_working_folder
-from engines.images.examples import Example, ExampleImages
+from engines.images.examples import Example, ExampleImages, ShapeCache
 from engines.images.mask_file import Ignore, parse_ignored_numbers
 from engines.images.regular_file import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
@@ -79,18 +79,18 @@ def table_images(
     # themselves, then the labels and files, which make sense only once every line has been understood.
     check_names(names)
     table, troubles = Path(table), list[tuple[int, object]]()
-    inside = Path(os.path.realpath(table.parent if within is None else within))
+    finder = FileFinder(table.parent, table.parent if within is None else within)
     drafts: list[tuple[int, Example, str]] = []  # line, the example without its class, its label
     for line, cells in list(_read_rows(table)):
         try:
-            drafts.append((line, *_parse_row(cells, table.parent, inside)))
+            drafts.append((line, *_parse_row(cells, finder)))
         except ValueError as trouble:
             troubles.append((line, trouble))
     _raise_troubles(table, troubles)
     names = names or _make_class_names(table, {label for _, _, label in drafts} - {""})
     options = {"classes": classes, "threshold": threshold, "ignore": parse_ignored_numbers(ignore) or None}
     masks = _count_mask_classes(table, any(example.mask for _, example, _ in drafts), options)
-    labels = _number_labels({label for _, _, label in drafts}, names)
+    labels, shapes = _number_labels({label for _, _, label in drafts}, names), ShapeCache()
     for line, example, label in drafts:
         try:
             if label and label not in labels:
@@ -99,11 +99,11 @@ def table_images(
                 reason = f"it has no mask, and its class {labels[label]} is none of the {masks} of the masks"
                 troubles.append((line, reason))
             if check:
-                example.check()
+                example.check(shapes)
         except ImageError as error:
             troubles.append((line, error))
     _raise_troubles(table, troubles)
-    examples = [replace(example, label=labels.get(label)) for _, example, label in drafts]
+    examples = [draft.replace_label(labels.get(label)) for _, draft, label in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore)
 
 
@@ -198,7 +198,8 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
             _check_header(table, header)
             count = 0
             for cells in reader:
-                if not any(cell.strip() for cell in cells):
+                cells = [cell.strip() for cell in cells]
+                if not any(cells):
                     continue
                 if len(cells) != len(header):
                     raise ImageError(
@@ -206,7 +207,7 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
                         f"{len(header)}. Put quotation marks around a cell that has a comma in it."
                     )
                 count += 1
-                yield reader.line_num, dict(zip(header, map(str.strip, cells), strict=True))
+                yield reader.line_num, dict(zip(header, cells, strict=True))
     except FileNotFoundError:
         raise ImageError(f"The table {table} does not exist (looked for in {describe_working_folder()}).") from None
     except OSError as error:
@@ -228,27 +229,65 @@ def _check_header(table: Path, header: Sequence[str]) -> None:
         raise ImageError(f"{table}, line 1: there must be a column `path`, and `label` or `mask` or both. {known}")
 
 
-def _resolve_file(folder: Path, within: Path, name: str, what: str) -> Path:
-    """Return the path of a file, relative to `folder`. Raises ValueError if it is missing, or not inside `within`."""
-    if not name:
-        raise ValueError("it has no path")
-    path = folder / name
-    if "\0" not in name and not is_within(path, within):
-        raise ValueError(f"the {what} {name!r} lies outside of {within} (if you trust the table: within=, or --within)")
-    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
-        raise ValueError(f"the {what} {path} is missing")
-    return path
+class FileFinder:
+    """Finds the files of a table, whose names are relative to `folder`, inside the folder `within`.
+
+    A table may have a million lines: each name is looked for once, and links are followed once for each folder.
+    """
+
+    def __init__(self, folder: Path, within: str | PathLike[str]) -> None:
+        self._folder, self._within = folder, os.path.realpath(within)
+        self._found: dict[str, Path | str] = {}  # the path of a name, or what is wrong with it
+        self._folders: dict[str, str] = {}  # without links
+
+    def find(self, name: str, what: str) -> Path:
+        """Return the path of a file. Raises ValueError if it is missing, or not inside the folder."""
+        if name not in self._found:
+            self._found[name] = self._look_for(name)
+        found = self._found[name]
+        if isinstance(found, str):
+            raise ValueError(found.format(what=what))
+        return found
+
+    def _look_for(self, name: str) -> Path | str:
+        if not name:
+            return "it has no path"
+        path = self._folder / name
+        if self._is_plain_file(path):
+            return path
+        # A link, or no file: whether a file outside of the folder is there is not told.
+        if "\0" not in name and not is_within(path, self._within):
+            shown = f"{name!r} lies outside of {self._within}".replace("{", "{{").replace("}", "}}")
+            return f"the {{what}} {shown} (if you trust the table: within=, or --within)"
+        if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
+            return "the {what} " + str(path).replace("{", "{{").replace("}", "}}") + " is missing"
+        return path
+
+    def _is_plain_file(self, path: Path) -> bool:
+        """Return whether a path is there, inside the folder, and no link itself."""
+        parent = str(path.parent)
+        if path.name in ("", "..") or "\0" in parent:
+            return False
+        if parent not in self._folders:
+            self._folders[parent] = os.path.realpath(parent)
+        real = self._folders[parent]
+        if real != self._within and not real.startswith(self._within.rstrip(os.sep) + os.sep):
+            return False
+        try:
+            return not stat.S_ISLNK(os.lstat(f"{real}{os.sep}{path.name}").st_mode)
+        except (OSError, ValueError):
+            return False
 
 
-def _parse_row(cells: dict[str, str], folder: Path, within: Path) -> tuple[Example, str]:
+def _parse_row(cells: dict[str, str], finder: FileFinder) -> tuple[Example, str]:
     """Return the example of a line, without its class number, and its label. Raises ValueError if it is invalid."""
     label, masked, text = cells.get("label", ""), cells.get("mask", ""), cells.get("region", "")
     # A cell may be empty only if the table has the other column; with both, each image needs its label.
     if not label and ("label" in cells or not masked):
         raise ValueError("it has no label" if "label" in cells else "it has no mask")
-    path = _resolve_file(folder, within, cells["path"], "file")
-    mask = _resolve_file(folder, within, masked, "mask") if masked else None
-    level = _parse_numbers(cells.get("level") or "0", "level", 1)[0]
+    path = finder.find(cells["path"], "file")
+    mask = finder.find(masked, "mask") if masked else None
+    level = _parse_numbers(cells["level"], "level", 1)[0] if cells.get("level") else 0
     region = None
     if text:
         y0, x0, height, width = _parse_numbers(text, "region", 4)
@@ -263,7 +302,7 @@ def _parse_numbers(text: str, what: str, count: int) -> list[int]:
         numbers = [int(word) for word in text.split()]
     except ValueError:
         numbers = []
-    beyond = any(abs(number) > _FURTHEST_PX for number in numbers)
+    beyond = bool(numbers) and (max(numbers) > _FURTHEST_PX or min(numbers) < -_FURTHEST_PX)
     if len(numbers) != count or beyond or (what == "level" and numbers[0] < 0):
         of = "y0 x0 height width, four whole numbers" if count == 4 else "one whole number, 0 or more"
         raise ValueError(f"the {what} {text!r} is not {of}")

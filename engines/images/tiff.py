@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
+from engines.images.colour_profile import check_stored_colours
 from engines.images.files import (
     FileReader,
     check_budget,
@@ -303,6 +304,7 @@ class TiffPicture(FileReader[TiffHandle]):
             base = layout.base
             if not all(map(is_plain, base)):
                 raise make_changed_error(path)
+            check_stored_colours(path, base[0].tags.valueof(34675), "L" if base[0].photometric == _GREY else "RGB")
             # The levels are the SubIFDs of the base page, or other pages of the file that look like copies of it.
             #
             #     page 0  base -- SubIFD 0  1/2          page 0  base        page 1  label, other aspect ratio: no level

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import numpy as np
 
 from engines.errors import ImageError
 from engines.images.files import FileReader, make_damaged_error, translate_errors
+from engines.images.ome_zarr import compute_microns, parse_axes, read_multiscale, sort_levels
 from engines.images.picture_reader import DecodeBlock, Level, Pixels, convert_array, make_levels, split_row_bands
-from engines.images.zarr_chunks import check_array, check_metadata, check_stored
+from engines.images.zarr_chunks import check_array, check_chunk_names, check_metadata, check_stored
 
 _FILES = ("zarr.json", ".zarray", ".zgroup")
-_IMPLIED = "tczyx"  # the axes of OME-NGFF 0.1 and 0.2, which do not name them
-_MOST_LEVELS = 32  # of a picture, each half as large; also the most nested folders
 _CHUNK_PX = 1 << 18  # pixels that take as long to decode as a chunk takes to find
-_MICRONS = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3}
 
 
 def is_zarr(folder: Path) -> bool:
@@ -35,7 +32,8 @@ ZarrHandle = tuple[list[Any], str]
 class ZarrPicture(FileReader[ZarrHandle]):
     """A Zarr array (H, W), (H, W, C) or (C, H, W) of uint8, or an OME-Zarr group of such arrays; read by chunks.
 
-    The axes of a group are identified by name; other axes, such as time and depth, must have one entry.
+    The axes of a group are identified by name; other axes, such as time and depth, must have one entry. Its levels are
+    sorted by their size; they must be reduced copies of the finest.
     Raises ImageError if it is none of these, or the extra `zarr` is not installed.
     """
 
@@ -46,16 +44,20 @@ class ZarrPicture(FileReader[ZarrHandle]):
 
         with translate_errors(self.path):
             check_metadata(self.path)
-            found = zarr.open(self.path, mode="r")
+            # Each array's own metadata are read: a copy that a group holds of them (consolidated) may be out of date.
+            found = zarr.open(self.path, mode="r", use_consolidated=False)
             if isinstance(found, zarr.Array):
                 # Zarr 3 names axes in the metadata, xarray in an attribute; without names, or with others, they are
                 # guessed from the shape.
                 names = getattr(found.metadata, "dimension_names", None) or found.attrs.get("_ARRAY_DIMENSIONS") or ()
-                letters = _parse_axes(names)
-                arrays, axes, microns = [found], letters if "?" not in letters else None, None
+                letters = parse_axes(names)
+                arrays, microns = [found], None
+                axes = _resolve_axes(self.path, arrays, letters if "?" not in letters else None)
             else:
-                arrays, axes, microns = _read_multiscale(self.path, found)
-            axes = _resolve_axes(self.path, arrays, axes)
+                multiscale = read_multiscale(self.path, found)
+                axes = _resolve_axes(self.path, [level.array for level in multiscale.levels], multiscale.axes)
+                levels = sort_levels(self.path, multiscale)
+                arrays, microns = [level.array for level in levels], compute_microns(multiscale, levels[0])
             shapes = [tuple(array.shape[axes.index(axis)] for axis in "yx") for array in arrays]
             return (arrays, axes), make_levels(shapes), microns
 
@@ -86,56 +88,6 @@ class ZarrPicture(FileReader[ZarrHandle]):
                 out[top - y0 : bottom - y0] = convert_array(part.transpose(order), str(self.path))
 
 
-def _read_multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
-    """Return the levels, axes and micrometres per pixel from the OME-NGFF metadata (0.4, 0.5; axes also 0.1, 0.2)."""
-    attributes: Mapping[str, Any] = group.attrs
-    scales = attributes.get("ome", attributes).get("multiscales")
-    if not scales:
-        visible = (each.name for each in path.iterdir() if not each.name.startswith("."))
-        names = sorted(name for name in visible if name != "zarr.json")
-        raise ImageError(
-            f"{path} is a Zarr group of {', '.join(names) or 'nothing'}, and no OME-Zarr picture. "
-            "Give the path of one array, or of one picture, in it."
-        )
-    count = len(scales[0]["datasets"])
-    if count > _MOST_LEVELS:
-        raise make_damaged_error(path, f"it says that it has {count:,} levels, where {_MOST_LEVELS} are many")
-    # A level may lie in nested groups. The metadata of each are checked before zarr parses them: none may be huge, or a
-    # link out of the store.
-    for each in scales[0]["datasets"]:
-        parts = str(each["path"]).strip("/").split("/")
-        if len(parts) > _MOST_LEVELS:
-            raise make_damaged_error(path, f"a level lies {len(parts):,} folders deep")
-        for depth in range(1, len(parts) + 1):
-            check_metadata(path, "/".join(parts[:depth]))
-    arrays = [group[each["path"]] for each in scales[0]["datasets"]]
-    axes = scales[0].get("axes") or _IMPLIED[-len(arrays[0].shape) :]
-    return arrays, _parse_axes(axes), _read_microns(scales[0], axes)
-
-
-def _read_microns(multiscale: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
-    """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
-    # The transformations of the finest level are followed by those that all levels share.
-    transforms = (each.get("coordinateTransformations", ()) for each in (multiscale["datasets"][0], multiscale))
-    scales = [each["scale"] for listed in transforms for each in listed if "scale" in each]
-    if not scales or not all(isinstance(axis, dict) for axis in axes):
-        return None
-    sides = [
-        math.prod(map(float, steps)) * _MICRONS.get(axis.get("unit", ""), 0)
-        for *steps, axis in zip(*scales, axes, strict=True)
-        if axis["name"] in "yx"
-    ]
-    return sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None
-
-
-def _parse_axes(axes: Sequence[Any]) -> str:
-    """Return one letter per axis by its type and name: t, c, z, y or x, or "?" for any other."""
-    known = {"time": "t", "channel": "c"}
-    plain = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
-    names = [known.get(str(axis.get("type") or axis["name"]), str(axis["name"]).lower()) for axis in plain]
-    return "".join(name if name in tuple("tczyx") else "?" for name in names)
-
-
 def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     """Return the axes of all levels, one letter each. Raises ImageError if they are not those of a picture."""
     shape = arrays[0].shape
@@ -155,6 +107,8 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
                 f"{path} holds a stack, {listed}. A picture has one time and one plane: save it by itself."
             )
         channels = dict(sizes).get("c", 1)
+        if channels != dict(zip(letters, shape, strict=True)).get("c", 1):
+            raise make_damaged_error(path, f"a level has {channels} channels, shape {array.shape}, and another {shape}")
         if channels not in (1, 3):
             raise ImageError(
                 f"{path} has {channels} channels (axes {letters}, shape {array.shape}), and a picture here is grey, or "
@@ -162,5 +116,11 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
             )
         if array.dtype != np.uint8:
             raise ImageError(f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it.")
+        if (array.attrs.get("scale_factor", 1), array.attrs.get("add_offset", 0)) != (1, 0):
+            raise ImageError(
+                f"{path} has a scale_factor or an add_offset: its numbers stand for measurements and are no shades "
+                "from 0 to 255. Scale the measurements and save them without."
+            )
         check_array(path, array)
+        check_chunk_names(path, array)
     return letters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,6 +178,26 @@ def check_array(path: Path, array: Any) -> None:
         )
     if len(twice := [name for name in names if name in _PACKERS]) > 1:
         raise ImageError(f"{path} is packed several times, by {' and '.join(twice)}. Save it with one of them.")
+
+
+def check_chunk_names(path: Path, array: Any) -> None:
+    """Raise ImageError if the chunks of an array have other names than its metadata say.
+
+    All of them would count as missing, and so the picture as blank: writers have left out the separator of folders.
+    """
+    #     dimension_separator "."    a.zarr/0.0    a.zarr/0.1 ...        Zarr 3 also: c/0/0, c.0.0
+    #                         "/"    a.zarr/0/0    a.zarr/0/1 ...
+    folder = Path(array.store_path.store.root, array.store_path.path)
+    with os.scandir(folder) as entries:
+        first = next((entry.name for entry in entries if _is_chunk(entry.name)), "")
+    key = str(array.metadata.encode_chunk_key((0,) * len(array.shape)))
+    due = re.sub("[0-9]+", "[0-9]+", re.escape(key.partition("/")[0]))
+    if first and not re.fullmatch(due, first):
+        raise make_damaged_error(path, f"its first chunk is {first}, and by its metadata chunks have names as {key}")
+
+
+def _is_chunk(name: str) -> bool:
+    return re.fullmatch(r"c|(c\.)?[0-9]+(\.[0-9]+)*", name) is not None
 
 
 def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:

@@ -84,6 +84,7 @@ def test_a_real_photograph_of_30_000_px_is_not_refused(tmp_path: Path, monkeypat
     os.truncate(tmp_path / "a.jpg", 90 << 20)
     files.check_budget(tmp_path / "a.jpg", 7 * 30_000**2, "", "")
     (tmp_path / "mask.png").touch()
+    os.truncate(tmp_path / "mask.png", 1 << 20)
     files.check_budget(tmp_path / "mask.png", 2 * 30_000**2, "", "")
 
 
@@ -138,6 +139,20 @@ def test_scans_that_never_end(tmp_path: Path):
     last = data.rindex(b"\xff\xda")
     path.write_bytes(data[:-2] + data[last:-2] * 40 + data[-2:])
     with pytest.raises(ImageError, match=r"a\.jpg has more than 32 scans, where a JPEG picture has about 10"):
+        open_image(path)
+
+
+def test_scans_of_a_file_with_further_pictures(tmp_path: Path):
+    """Pillow gives such a file another name, and it has the same limits."""
+    path, several = tmp_path / "a.jpg", tmp_path / "b.jpg"
+    image = Image.fromarray(tissue(64, 64))
+    image.save(path, progressive=True)
+    image.save(several, "mpo", save_all=True, append_images=[image])
+    data, other = path.read_bytes(), several.read_bytes()
+    at, last = other.index(b"MPF\0") - 4, data.rindex(b"\xff\xda")
+    index = other[at : at + 2 + int.from_bytes(other[at + 2 : at + 4], "big")]
+    path.write_bytes(data[:2] + index + data[2:-2] + data[last:-2] * 40 + data[-2:])
+    with pytest.raises(ImageError, match=r"a\.jpg has more than 32 scans"):
         open_image(path)
 
 
@@ -301,3 +316,78 @@ def test_a_batch_that_is_no_file_is_named(kind: str, tmp_path: Path):
     make.get(kind, lambda path: path.symlink_to("/dev/zero"))(path)
     with pytest.raises(ImageError, match="data_batch_1"):
         load_cifar_images(tmp_path, (32, 32))
+
+
+# ---- the memory of a decode is what was asked for it, in a process of its own
+
+MEASURE = """
+import sys
+from pathlib import Path
+from engines.errors import ImageError
+from engines.images import files
+from engines.images.mask_file import open_raw_image
+from engines.images.picture import open_image
+from engines.spatial.tiles import Tile
+
+def measure(read, path):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    status = lambda name: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(name)) * 1024
+    before = status("VmRSS")
+    try:
+        read(path)
+        told = "read"
+    except ImageError:
+        told = "refused"
+    print(Path(path).name, told, status("VmHWM") - before, flush=True)
+
+def read_mask(path):
+    open_raw_image(Path(path)).read(Tile.whole(1, 1))
+
+open_image(sys.argv[1]).read(0, 0, 8, 8)
+for limit, *paths in (argument.split(",") for argument in sys.argv[2:]):
+    files.ANY_FILE_BYTES, files.PACKED_PER_BYTE = int(limit), 2 if int(limit) < 1 << 30 else 2048
+    files.PER_BYTE = 1 if int(limit) < 1 << 30 else 128
+    for path in paths:
+        measure(open_image, path)
+        measure(read_mask, path)
+"""
+LIMIT_BYTES = 100 << 20
+BANDS_BYTES = 80 << 20  # a few bands of rows, and what libraries allocate at their first use
+
+
+def test_a_decode_takes_no_more_memory_than_the_limit(tmp_path: Path):
+    """The largest pictures of each kind that pass take at most the limit, and larger ones nothing."""
+    black, clear = Image.new("1", (8, 8)), {"transparency": 0}
+    kinds = {  # mode, bytes of memory for each pixel, file ending, options
+        "bits": ("1", 2, "png", {}),
+        "grey": ("L", 2, "png", {}),
+        "palette": ("P", 4, "png", {}),
+        "clear": ("L", 4, "png", clear),
+        "colours": ("RGB", 7, "png", {}),
+        "alpha": ("RGBA", 7, "png", {}),
+        "jpeg": ("RGB", 7, "jpg", {}),
+        "scans": ("RGB", 13, "jpg", {"progressive": True}),
+        "fax": ("1", 3, "tif", {"compression": "group4"}),
+    }
+    black.save(tmp_path / "small.png")
+    small, large = [], []
+    for name, (mode, per_px, ending, options) in kinds.items():
+        for factor, listed in ((0.95, small), (1.3, large)):
+            side = int((factor * LIMIT_BYTES / per_px) ** 0.5)
+            listed.append(tmp_path / f"{name}{factor}.{ending}")
+            Image.new(mode, (side, side)).save(listed[-1], **options)
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "48kB.png")
+    command = [sys.executable, "-c", MEASURE, tmp_path / "small.png"]
+    command += [f"{LIMIT_BYTES},{','.join(map(str, [*small, *large]))}", f"{1 << 30},{tmp_path / '48kB.png'}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
+    lines = [line.split() for line in told.splitlines()]
+    assert len(lines) == 2 * (len(small) + len(large) + 1)
+    for number, (name, verdict, grown) in enumerate(lines):
+        as_picture = number % 2 == 0
+        most = 1 << 30 if name == "48kB.png" else LIMIT_BYTES + BANDS_BYTES
+        assert int(grown) < most, (name, verdict, grown)
+        if as_picture and name != "48kB.png":
+            assert verdict == ("read" if "0.95" in name else "refused"), (name, grown)
+            assert verdict == "read" or int(grown) < BANDS_BYTES, (name, grown)
+    assert lines[-2][1] == "read", "it is an honest picture"

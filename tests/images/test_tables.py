@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engines.errors import ImageError
+from engines.images import examples, tables
 from engines.images.tables import table_images, write_table
 from engines.spatial.tiles import Span, Tile
 
@@ -321,3 +322,37 @@ def test_a_spoiled_table_is_read_or_refused(folder: Path, changes, encoding: str
     else:
         for index in range(len(images)):
             assert images.part(index, Tile.whole(*SIZE)).shape == (3, *SIZE)
+
+
+def test_each_file_of_a_long_table_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: dict[str, int] = {}
+
+    def count(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            calls[name] = calls.get(name, 0) + 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    count(examples, "read_shape")
+    count(examples, "read_mask_shape")
+    count(tables.os.path, "realpath")
+    count(tables.os, "lstat")
+    lines = [f"images/{'abcd'[place % 4]}.png,{place % 2},masks/a.png,{place % 7} 0 8 8" for place in range(2000)]
+    images = table_images(table(folder, "\n".join(["path,label,mask,region", *lines])), SIZE, classes=2)
+    assert len(images) == 2000
+    assert (calls["read_shape"], calls["read_mask_shape"]) == (4, 1)
+    assert calls["realpath"] < 10
+    assert calls["lstat"] < 100
+
+
+def test_a_damaged_file_in_many_lines_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    opened = []
+    real = examples.read_shape
+    monkeypatch.setattr(examples, "read_shape", lambda *given: [opened.append(given), real(*given)][1])
+    (folder / "images" / "a.png").write_bytes(b"no picture")
+    with pytest.raises(ImageError, match="and 95 more lines"):
+        table_images(table(folder, "path,label\n" + "images/a.png,1\n" * 100), SIZE)
+    assert len(opened) == 1
