@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ def read_mask(path: Path, classes: int = 256, **options: Any) -> Array:
 def by_pillow(path: Path) -> Array:
     from PIL import Image, ImageOps
 
-    with Image.open(path) as image:
+    # From bytes: of a plain TIFF file by name, Pillow 13 maps the memory and turns it wrongly (Orientation 5 to 8).
+    with Image.open(io.BytesIO(path.read_bytes())) as image:
         image.load()  # this turns a TIFF image upright, and `exif_transpose` the others
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
