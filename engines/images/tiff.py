@@ -28,6 +28,7 @@ from engines.images.tiff_layout import (
     open_layout,
 )
 from engines.images.tiff_page import (
+    GDAL_NODATA,
     Descriptor,
     TiffPageReader,
     check_segment_size,
@@ -35,6 +36,7 @@ from engines.images.tiff_page import (
     get_segment_shape,
 )
 
+_SOFTWARE = 305
 MOST_BYTES = 1 << 26  # of one decoded segment; with larger ones, decoding the whole picture once is no worse
 
 
@@ -59,14 +61,21 @@ TiffHandle = list[tuple[tuple[TiffPageReader, ...], ColourRule]]
 def detect_vendor(path: Path) -> str | None:
     """Return the vendor of a slide in a TIFF file, which OpenSlide reads best; None for a file of no vendor format.
 
+    A file that leaves out blank tiles and has a NODATA number was written anew by GDAL: of a vendor's file, OpenSlide
+    fills such tiles from coarser levels, or with white.
     Raises ImageError if tiles that an Aperio file lists are not in it, because it is truncated or damaged: OpenSlide
     would allocate whatever its header asks for.
     """
     with translate_errors(path), TiffFile(path) as file:
         maker = next((name for name in ("svs", "ndpi", "scn", "bif", "philips") if getattr(file, f"is_{name}")), None)
-        for page in list_pages(path, file) if maker == "svs" else ():
+        if maker is None and str(file.pages.first.tags.valueof(_SOFTWARE, "")).startswith("MedScan"):
+            maker = "trestle"  # neighbouring tiles overlap, by as many pixels as only its description says
+        pages = list_pages(path, file) if maker in ("svs", "trestle") else []
+        for page in pages:
             if page.is_tiled:
                 TiffPageReader(path, page)
+        if any(GDAL_NODATA in page.tags and find_empty_segments(page).any() for page in pages):
+            return None
         return maker
 
 

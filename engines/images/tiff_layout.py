@@ -40,6 +40,7 @@ _NO_COLOURS = {
 CONVERT = "Convert it: gdal_translate -co COMPRESS=DEFLATE -co TILED=YES IN OUT.tif, or tiffcp -c zip IN OUT.tif."
 _UNSIGNED = (1, 4)  # 4 is "undefined": readers take it for unsigned numbers
 _INDEXED = 346
+_METAMORPH = 33629  # UIC2Tag of MetaMorph's stacks (STK): six numbers for each plane
 _COEFFICIENTS = (0.299, 0.587, 0.114)  # of red, green and blue in luminance (CCIR 601-1)
 _OTHER_NUMBERS = {2: "signed integers", 3: "floating-point numbers", 5: "complex integers", 6: "complex numbers"}
 
@@ -201,6 +202,7 @@ def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: 
         shaped = file.shaped_metadata or ()
         values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
         stack = (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
+        stack |= int(getattr(base.tags.get(_METAMORPH), "count", 1)) > 1
     if stack:
         raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
     for page in others:

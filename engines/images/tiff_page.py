@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tifffile import TiffPage
 
 from engines.errors import ImageError
-from engines.images.files import check_budget, check_size, make_damaged_error, translate_errors
+from engines.images.files import check_budget, check_size, make_damaged_error, make_undecoded_error, translate_errors
 from engines.images.orientation import SWAPPED, find_stored_tile, turn_back
 from engines.images.picture_reader import DecodeBlock
 from engines.images.tiff_layout import JPEG, JPEG_2000, ORIENTATION, PLAIN
@@ -25,7 +25,7 @@ from engines.spatial.tiles import Span, Tile
 LARGE_TILE_PX = 1 << 24  # 4096 x 4096: programs write small pages in the tiles of large ones
 TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find
 _PREDICTED = (5, 8, 32946, 34925, 50000)  # compressions that may follow a predictor: LZW, deflate, LZMA, Zstandard
-_GDAL_NODATA = 42113
+GDAL_NODATA = 42113
 
 
 def check_segment_size(path: Path, page: TiffPage) -> None:
@@ -66,7 +66,7 @@ def find_empty_number(path: Path, page: TiffPage, base: TiffPage) -> float:
 
     `base` is the full-size page, whose tag holds for a level without one. Raises ImageError if a pixel cannot hold it.
     """
-    stated = page.tags.valueof(_GDAL_NODATA, base.tags.valueof(_GDAL_NODATA))
+    stated = page.tags.valueof(GDAL_NODATA, base.tags.valueof(GDAL_NODATA))
     if stated is None:
         return 0
     text, dtype = str(stated).strip("\0 \n"), np.dtype(page.dtype)
@@ -127,7 +127,7 @@ class TiffPageReader:
         expected, file_bytes = math.prod(self._grid) * self._planes, path.stat().st_size
         if not len(page.dataoffsets) == len(page.databytecounts) == expected:
             listed = f"{len(page.dataoffsets)} of {len(page.databytecounts)} lengths"
-            raise make_damaged_error(path, f"{expected} segments are needed, but it lists {listed}")
+            raise make_undecoded_error(path, f"{expected} segments are needed, but it lists {listed}")
         there = ~find_empty_segments(page)
         self._offsets = np.asarray(page.dataoffsets, np.int64) * there
         self._counts = np.asarray(page.databytecounts, np.int64) * there
@@ -136,7 +136,7 @@ class TiffPageReader:
             raise make_damaged_error(path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
         size = math.prod(self.segment) * self.channels // self._planes * self.dtype.itemsize
         if self._compression == PLAIN and self._counts.max() > size:
-            raise make_damaged_error(path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
+            raise make_undecoded_error(path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
         if not self._stored_plainly:
             reason = f"its tiles or strips of {' x '.join(map(str, self.segment))} px are decoded whole"
             check_budget(path, 3 * size, reason, "Save it in smaller tiles, such as 512 x 512.")
