@@ -8,8 +8,9 @@ is changed: an image with an orientation (EXIF, TIFF's Orientation) is turned up
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from engines.images.pillow import (
     read_whole_file,
 )
 from engines.images.tiff_colours import read_palette
-from engines.images.tiff_layout import DECODED, JPEG, JPEG_2000, find_alpha_channel, open_layout
+from engines.images.tiff_layout import DECODED, JPEG, JPEG_2000, check_predictor, find_alpha_channel, open_layout
 from engines.images.tiff_page import Descriptor, TiffPageReader, check_segment_size
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
@@ -95,6 +96,7 @@ class MaskFile:
     def read(self, tile: Tile) -> NDArray[np.int64]:
         """Return the classes of a tile, (h, w). Raises ImageError, naming file and pixel, if a number is no class."""
         found = self._select_channel(self._source.read(tile), tile)
+        self._check_validity(tile)
         ignored = np.isin(found, self.ignore)
         if self.threshold is not None:
             # A threshold is a shade from 0 to 255, so that a mask saved with 1, 2 or 4 bits means the same.
@@ -110,6 +112,17 @@ class MaskFile:
                 "has no class (ignore=), or give a threshold where its numbers are shades."
             )
         return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
+
+    def _check_validity(self, tile: Tile) -> None:
+        """Raise ImageError if a mask within the file says that there are no pixels here."""
+        valid = self._source.read_validity(tile) if self._source.read_validity else np.ones(1)
+        if not valid.all():
+            row, col = np.argwhere(valid == 0)[0][:2]
+            raise ImageError(
+                f"The mask {self.path} has no pixel at {_describe_pixel(tile, row, col)}, as a transparency mask in it "
+                "says, and it is not known which class that is. Burn it in as a number and give that as ignore=: "
+                "gdal_translate -mask none IN OUT.tif, after gdal_calc or rasterio has set these pixels."
+            )
 
     def _select_channel(self, found: Numbers, tile: Tile) -> Numbers:
         """Select the channel of classes: (h, w, channels) -> (h, w). Raises ImageError if that is ambiguous."""
@@ -186,7 +199,8 @@ class RawImage:
 
     `shape` is in pixels. `bits` is the number of bits of a number; as shades, fewer than 8 would be spread over
     0 ... 255. `alpha` is the index of the alpha channel, if any. `is_indexed` is true if the numbers are indices into a
-    palette of colours, and `is_lossy` if the compression may have changed them.
+    palette of colours, and `is_lossy` if the compression may have changed them. `read_validity` reads the transparency
+    mask within a TIFF file, which is 0 where there are no pixels.
     """
 
     shape: tuple[int, int]
@@ -195,6 +209,7 @@ class RawImage:
     alpha: int | None = None
     is_indexed: bool = False
     is_lossy: bool = False
+    read_validity: Callable[[Tile], Numbers] | None = None
 
 
 def open_raw_image(path: Path) -> RawImage:
@@ -288,20 +303,22 @@ def _open_tiff(path: Path) -> RawImage:
         alpha = find_alpha_channel(first)
         is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(read_palette(first).T.astype(np.int64))
         is_lossy = first.compression in (JPEG, *JPEG_2000)
-    channels = sum(page.channels for page in pages)
+        validity = layout.validity and TiffPageReader(path, layout.validity, files[path], first)
 
-    def read(tile: Tile) -> Numbers:
+    def read(tile: Tile, pages: Sequence[TiffPageReader] = pages) -> Numbers:
         with translate_errors(path):
-            found = np.empty((*tile.shape, channels), pages[0].dtype)
+            found = np.empty((*tile.shape, sum(page.channels for page in pages)), pages[0].dtype)
             for number, page in enumerate(pages):
                 page.fill(found[..., number : number + page.channels], tile.rows.start, tile.cols.start)
             return found
 
-    return RawImage(pages[0].shape, int(first.bitspersample), read, alpha, is_indexed, is_lossy)
+    read_validity = None if validity is None else partial(read, pages=[validity])
+    return RawImage(pages[0].shape, int(first.bitspersample), read, alpha, is_indexed, is_lossy, read_validity)
 
 
 def _check_page(path: Path, page: TiffPage) -> None:
     check_segment_size(path, page)
+    check_predictor(path, page)
     kind = np.dtype(page.dtype).kind if page.dtype else ""
     if not isinstance(page.bitspersample, int) or kind not in tuple("biuf") or page.imagedepth != 1:
         raise ImageError(f"The mask {path} holds no plain numbers, one for each pixel. {_SAVE}")

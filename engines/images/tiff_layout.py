@@ -50,7 +50,8 @@ class TiffLayout:
     """The picture's full-size pages (`base`: one, or one per channel), and other pages that may be reduced copies.
 
     `paths` are the files of the base pages. `number` is the index of the first base page in the file, or None if that
-    page is a SubIFD, a page within a page, or in another file.
+    page is a SubIFD, a page within a page, or in another file. `validity` is a transparency mask of the same size,
+    whose pixels are 0 where the picture has none.
     """
 
     base: tuple[TiffPage, ...]
@@ -59,6 +60,7 @@ class TiffLayout:
     others: tuple[TiffPage, ...]
     is_ome: bool
     microns_per_px: float | None
+    validity: TiffPage | None = None
 
 
 @contextmanager
@@ -97,7 +99,9 @@ def _find_picture(path: Path, file: TiffFile, opened: ExitStack) -> TiffLayout:
     unit, (pixels, units) = tags.valueof(296, 2), tags.valueof(282, (0, 1))
     if unit in _MICRONS and pixels and units and 0 < _MICRONS[unit] * units / pixels < WIDEST_UM:
         microns = _MICRONS[unit] * units / pixels
-    return TiffLayout((full[0],), (path,), number, others, False, microns)
+    sides = _get_sides(full[0])
+    validity = (page for page in pages if page.is_mask and page is not full[0] and _get_sides(page) == sides)
+    return TiffLayout((full[0],), (path,), number, others, False, microns, next(validity, None))
 
 
 def check_picture(path: Path, layout: TiffLayout) -> None:
@@ -133,7 +137,13 @@ def _check_numbers(path: Path, page: TiffPage) -> None:
             f"{path} is compressed by {_get_name(COMPRESSION, page.compression)}, which is not read here. Save it "
             f"without compression, or with LZW, deflate, JPEG, JPEG 2000 or Zstandard. {CONVERT}"
         )
-    if page.predictor not in (1, 2) or (page.predictor == 2 and depths != {8} and page.compression != PLAIN):
+    check_predictor(path, page)
+
+
+def check_predictor(path: Path, page: TiffPage) -> None:
+    """Raise ImageError if pixels are stored as differences of a kind that programs decode differently."""
+    bits = page.bitspersample
+    if page.predictor not in (1, 2, 3) or (page.predictor == 2 and bits not in (8, 16, 32, 64)):
         raise ImageError(
             f"{path} has pixels of {bits} bits that are stored as differences of kind {int(page.predictor)} "
             f"(Predictor), which programs decode differently. {CONVERT}"
