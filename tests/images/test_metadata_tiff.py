@@ -98,8 +98,9 @@ def pack(numbers: np.ndarray, bits: int) -> bytes:
     ).tobytes()
 
 
-JPEG = imagecodecs.jpeg8_encode(RGB, level=95, colorspace="rgb", outcolorspace="ycbcr", subsampling="444")
-DECODED = imagecodecs.jpeg8_decode(JPEG)
+BLOCKS = RGB[::8, ::8].repeat(8, 0).repeat(8, 1)  # decoders round alike where a block of JPEG has one colour
+JPEG = imagecodecs.jpeg8_encode(BLOCKS, level=95, colorspace="rgb", outcolorspace="ycbcr", subsampling="444")
+DECODED, STORED = imagecodecs.jpeg8_decode(JPEG), imagecodecs.jpeg8_decode(JPEG, outcolorspace="ycbcr")
 IN_JPEG = {262: ("H", [6]), 259: ("H", [7]), 530: ("H", [1, 1])}
 WIDE_RANGE = ("2I", [16, 1, 235, 1, 128, 1, 240, 1, 128, 1, 240, 1])
 REC_709 = ("2I", [2126, 10000, 7152, 10000, 722, 10000])
@@ -175,11 +176,12 @@ PLACES = {
         others={by_openslide: None},
     ),
 }  # fmt: skip
+VOID = np.where(sparse(GREY, 7) == 7, IGNORED, sparse(GREY, 7).astype(int))
 EMPTY = {
     "empty tiles or strips": MadeFile(without_last(GREY), sparse(GREY), sparse(GREY), naive=sparse(GREY, 255),
                                       others={by_tifffile: None, by_gdal: None}),
     "GDAL_NODATA": MadeFile(
-        without_last(GREY, t42113=("s", "7")), sparse(GREY, 7), np.where(sparse(GREY, 7) == 7, IGNORED, sparse(GREY, 7)),
+        without_last(GREY, t42113=("s", "7")), sparse(GREY, 7), VOID,
         naive=sparse(GREY), others={by_tifffile: None, by_gdal: None}, options={"classes": 256, "ignore": 7},
     ),
     "GDAL_NODATA that no pixel can hold": MadeFile(without_last(GREY, t42113=("s", "-9999")), "-9999", "-9999"),
@@ -199,7 +201,7 @@ KINDS = {
         grey(HALVED), TABLE[GREY] >> 8, GREY, naive=np.zeros_like(GREY), others={by_gdal: GREY}
     ),
     "Indexed": MadeFile(grey({346: ("H", [1])}), "indices into a palette of another kind", GREY),
-    "YCbCr in JPEG": MadeFile(raw(RGB.shape, [JPEG], IN_JPEG), DECODED, LOSSY, naive=RGB, others=BY_ALL),
+    "YCbCr in JPEG": MadeFile(raw(RGB.shape, [JPEG], IN_JPEG), DECODED, LOSSY, naive=STORED, others=BY_ALL),
     "YCbCrCoefficients, ReferenceBlackWhite of JPEG": MadeFile(
         raw(RGB.shape, [JPEG], IN_JPEG | {529: REC_709, 531: ("H", [2]), 532: WIDE_RANGE}),
         DECODED, LOSSY, naive=DECODED, others=BY_ALL,
