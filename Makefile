@@ -16,7 +16,7 @@ STAMP := .venv/.installed
 
 # Files that import only the standard library and numpy: mypy --strict and doctests run on them.
 PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.py engines/comm/supervisor.py engines/cli/plan_options.py engines/plan.py \
-	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/images/metadata/*.py \
+	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/images/metadata/*.py engines/images/orientation.py \
 	engines/comm/start.py \
 	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py \
 	engines/program/effects.py engines/program/exchange.py engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \

@@ -26,6 +26,7 @@ PURE = (
     "engines.comm.output",
     "engines.images.regular_file",
     "engines.images.metadata.*",
+    "engines.images.orientation",
     "engines.comm.start",
     "engines.spatial.tiles",
     "engines.spatial.windows",

@@ -5,6 +5,7 @@ A file's header cannot be trusted. Sizes are checked before memory is allocated;
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from abc import abstractmethod
@@ -20,6 +21,7 @@ from engines.errors import ImageError, describe_working_folder, make_absolute
 from engines.formatting import format_bytes
 from engines.images.picture_reader import Level, Picture
 from engines.images.regular_file import NotRegularError, open_regular
+from engines.images.second_reader import find_decoder
 
 # The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
 PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -27,6 +29,8 @@ TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # The most pixels per byte of a file, those of 1 bit: a block of 4 bytes of Zstandard repeats one byte 2^17 times (RFC
 # 8878). Only blank fax pages more than 32768 px wide exceed it. What a decoder may allocate is for `check_budget`.
 PIXELS_PER_BYTE = 1 << 18
+
+_TEXTS = (".xml", ".csv", ".json", ".txt", ".npy")  # no decoder: what cannot be parsed is damaged
 
 Handle = TypeVar("Handle")
 Kind = TypeVar("Kind")
@@ -81,6 +85,22 @@ def make_damaged_error(path: Path, reason: object) -> ImageError:
     return ImageError(f"{path} is damaged: {reason}. Copy or export it again.")
 
 
+def make_undecoded_error(path: Path, reason: str) -> ImageError:
+    """Build the error for a file whose decoder failed: it is damaged if another fails as well, else of a rare kind."""
+    decoder = find_decoder(path)
+    if decoder:
+        return ImageError(
+            f"{path} is of a kind that is not read here ({reason}). {decoder} decodes it: save it anew with that, as "
+            "PNG, or as TIFF with LZW or deflate."
+        )
+    if decoder is None and (path.is_dir() or path.suffix.lower() not in _TEXTS):
+        return ImageError(
+            f"{path} cannot be read: {reason}. Either it is of a kind that is not read here, or it is damaged: open it "
+            "in another program, and save it anew with that."
+        )
+    return make_damaged_error(path, reason)
+
+
 def make_changed_error(path: Path) -> ImageError:
     """Build the error for a file that has changed since it was opened."""
     return ImageError(f"{path} has changed since it was opened. Open it again.")
@@ -100,7 +120,7 @@ def check_size(path: Path, rows: int, cols: int, pixels_per_byte: int = PIXELS_P
 def translate_errors(path: Path) -> Iterator[None]:
     """Translate any exception of a decoder into an ImageError that names the file and the reason.
 
-    A decoder may raise anything for damaged bytes, so every other exception is reported as damage: keep the body small.
+    A decoder may raise anything, for damaged bytes or for a kind that it does not know: keep the body small.
     """
     try:
         yield
@@ -116,8 +136,10 @@ def translate_errors(path: Path) -> Iterator[None]:
         raise ImageError(f"{path} is no regular file. Give the path of a picture.") from None
     except MemoryError as error:
         raise ImageError(f"{path} cannot be read: there is not enough memory. {error}. Read a smaller part.") from error
+    except json.JSONDecodeError as error:
+        raise make_damaged_error(path, error) from error
     except Exception as error:
-        raise make_damaged_error(path, str(error).strip().rstrip(".") or type(error).__name__) from error
+        raise make_undecoded_error(path, str(error).strip().rstrip(".") or type(error).__name__) from error
 
 
 def read_head(path: Path, count: int) -> bytes:

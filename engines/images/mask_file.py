@@ -7,17 +7,17 @@ is changed: an image with an orientation (EXIF, TIFF's Orientation) is turned up
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from tifffile import TiffFile, TiffPage
+from tifffile import TiffPage
 
 from engines.errors import ImageError, make_absolute
 from engines.images.dataset import IGNORED
@@ -26,11 +26,11 @@ from engines.images.files import (
     PNG_HEAD,
     TIFF_HEADS,
     FileCache,
-    check_budget,
     make_changed_error,
     read_head,
     translate_errors,
 )
+from engines.images.orientation import SWAPPED, turn_upright
 from engines.images.pillow import (
     KEPT_BYTES,
     ORIENTATION,
@@ -40,8 +40,9 @@ from engines.images.pillow import (
     read_header,
     read_whole_file,
 )
-from engines.images.tiff import TiffPageReader, check_segment_size, open_descriptor
-from engines.images.tiff_layout import DECODED, JPEG, JPEG_2000, find_alpha_channel, find_picture
+from engines.images.tiff_colours import read_palette
+from engines.images.tiff_layout import DECODED, JPEG, JPEG_2000, check_predictor, find_alpha_channel, open_layout
+from engines.images.tiff_page import Descriptor, TiffPageReader, check_segment_size
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
 
@@ -95,6 +96,7 @@ class MaskFile:
     def read(self, tile: Tile) -> NDArray[np.int64]:
         """Return the classes of a tile, (h, w). Raises ImageError, naming file and pixel, if a number is no class."""
         found = self._select_channel(self._source.read(tile), tile)
+        self._check_validity(tile)
         ignored = np.isin(found, self.ignore)
         if self.threshold is not None:
             # A threshold is a shade from 0 to 255, so that a mask saved with 1, 2 or 4 bits means the same.
@@ -110,6 +112,17 @@ class MaskFile:
                 "has no class (ignore=), or give a threshold where its numbers are shades."
             )
         return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
+
+    def _check_validity(self, tile: Tile) -> None:
+        """Raise ImageError if a mask within the file says that there are no pixels here."""
+        valid = self._source.read_validity(tile) if self._source.read_validity else np.ones(1)
+        if not valid.all():
+            row, col = np.argwhere(valid == 0)[0][:2]
+            raise ImageError(
+                f"The mask {self.path} has no pixel at {_describe_pixel(tile, row, col)}, as a transparency mask in it "
+                "says, and it is not known which class that is. Burn it in as a number and give that as ignore=: "
+                "gdal_translate -mask none IN OUT.tif, after gdal_calc or rasterio has set these pixels."
+            )
 
     def _select_channel(self, found: Numbers, tile: Tile) -> Numbers:
         """Select the channel of classes: (h, w, channels) -> (h, w). Raises ImageError if that is ambiguous."""
@@ -186,7 +199,8 @@ class RawImage:
 
     `shape` is in pixels. `bits` is the number of bits of a number; as shades, fewer than 8 would be spread over
     0 ... 255. `alpha` is the index of the alpha channel, if any. `is_indexed` is true if the numbers are indices into a
-    palette of colours, and `is_lossy` if the compression may have changed them.
+    palette of colours, and `is_lossy` if the compression may have changed them. `read_validity` reads the transparency
+    mask within a TIFF file, which is 0 where there are no pixels.
     """
 
     shape: tuple[int, int]
@@ -195,6 +209,7 @@ class RawImage:
     alpha: int | None = None
     is_indexed: bool = False
     is_lossy: bool = False
+    read_validity: Callable[[Tile], Numbers] | None = None
 
 
 def open_raw_image(path: Path) -> RawImage:
@@ -227,7 +242,7 @@ def _open_whole(path: Path) -> RawImage:
     path = make_absolute(path)
     with translate_errors(path):
         image, bits, orientation = _open_checked(path)
-        shape = image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
+        shape = image.size if orientation in SWAPPED else image.size[::-1]
         whole_numbers = image.mode.startswith("I")
         if bits > 8 and not whole_numbers:
             raise ImageError(
@@ -268,7 +283,7 @@ def _decode(path: Path) -> Numbers:
         # number: the division is exact.
         factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
         values = map_row_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
-        return _apply_orientation(np.atleast_3d(values), orientation)
+        return turn_upright(np.atleast_3d(values), orientation)
 
 
 _WHOLE = FileCache(_decode, operator.attrgetter("nbytes"), KEPT_BYTES)
@@ -277,38 +292,33 @@ _WHOLE = FileCache(_decode, operator.attrgetter("nbytes"), KEPT_BYTES)
 def _open_tiff(path: Path) -> RawImage:
     """Open a TIFF file; only the tiles or strips that intersect a rectangle are decoded."""
     path = make_absolute(path)
-    with translate_errors(path), TiffFile(path) as file:
-        base = find_picture(path, file).base
-        for page in base:
+    with open_layout(path) as layout:
+        for page in layout.base:
             _check_page(path, page)
-        first = base[0]
-        pages = [TiffPageReader(path, page) for page in base]
-        orientation, alpha = int(first.tags.valueof(ORIENTATION, 1)), find_alpha_channel(first)
-        is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
+        first = layout.base[0]
+        files = {place: Descriptor(place) for place in set(layout.paths)}
+        pages = [
+            TiffPageReader(place, page, files[place]) for place, page in zip(layout.paths, layout.base, strict=True)
+        ]
+        alpha = find_alpha_channel(first)
+        is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(read_palette(first).T.astype(np.int64))
         is_lossy = first.compression in (JPEG, *JPEG_2000)
-    channels, stored = sum(page.channels for page in pages), pages[0].shape
-    fd = open_descriptor(path, pages[0])
+        validity = layout.validity and TiffPageReader(path, layout.validity, files[path], first)
 
-    def read(tile: Tile) -> Numbers:
+    def read(tile: Tile, pages: Sequence[TiffPageReader] = pages) -> Numbers:
         with translate_errors(path):
-            found = np.zeros((*tile.shape, channels), pages[0].dtype)
+            found = np.empty((*tile.shape, sum(page.channels for page in pages)), pages[0].dtype)
             for number, page in enumerate(pages):
-                page.fill(fd, found[..., number : number + page.channels], tile.rows.start, tile.cols.start)
+                page.fill(found[..., number : number + page.channels], tile.rows.start, tile.cols.start)
             return found
 
-    def read_turned(tile: Tile) -> Numbers:
-        # Hardly any mask is turned, so that a mapping of rectangles through each orientation is not worth its code.
-        wanted = 2 * math.prod(stored) * channels * pages[0].dtype.itemsize
-        check_budget(path, wanted, "it is turned, so that it is read all at once", "Save it upright.")
-        return _cut(_apply_orientation(read(Tile.whole(*stored)), orientation), tile)
-
-    shape = stored[::-1] if orientation in (5, 6, 7, 8) else stored
-    turned = orientation in range(2, 9)
-    return RawImage(shape, int(first.bitspersample), read_turned if turned else read, alpha, is_indexed, is_lossy)
+    read_validity = None if validity is None else partial(read, pages=[validity])
+    return RawImage(pages[0].shape, int(first.bitspersample), read, alpha, is_indexed, is_lossy, read_validity)
 
 
 def _check_page(path: Path, page: TiffPage) -> None:
     check_segment_size(path, page)
+    check_predictor(path, page)
     kind = np.dtype(page.dtype).kind if page.dtype else ""
     if not isinstance(page.bitspersample, int) or kind not in tuple("biuf") or page.imagedepth != 1:
         raise ImageError(f"The mask {path} holds no plain numbers, one for each pixel. {_SAVE}")
@@ -325,14 +335,6 @@ def _check_page(path: Path, page: TiffPage) -> None:
 
 def _cut(values: Numbers, tile: Tile) -> Numbers:
     return values[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
-
-
-def _apply_orientation(values: Numbers, orientation: int) -> Numbers:
-    """Turn (H, W, ...) values upright by the file's Orientation (TIFF 6.0, p. 36)."""
-    # The eight symmetries of a rectangle: 5 to 8 swap rows and columns, and each of the four corners may come first.
-    turned = values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
-    rows, cols = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
-    return turned[:: -1 if rows else 1, :: -1 if cols else 1]
 
 
 def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:

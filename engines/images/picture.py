@@ -211,10 +211,11 @@ def open_image(source: Source) -> Picture:
     recognised by their content, not their names (except `.mrxs`). Each process opens a file itself and reads only the
     requested pixels. Grey becomes three equal channels, and transparent pixels are composited on white. Red, green
     and blue are used as they are stored, with one warning for each colour profile that shows other colours than sRGB;
-    inks (CMYK) are converted by their profile. Numbers are uint8, or floats from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples`
-    is used directly. Raises ImageError, naming the file and the reason, if there is no readable picture, or if a file
-    that can only be decoded whole (PNG, JPEG, TIFF in one strip) would take more memory than the larger of 1 GB (2 GB
-    for a file of a megabyte) and 128 times its bytes, or than half of the free memory.
+    inks (CMYK) are converted by their profile. Numbers are uint8, or floats from 0 to 1. An object with OpenSlide's
+    `read_region`, `level_dimensions` and `level_downsamples` is used directly. Raises ImageError, naming the file and
+    the reason, if there is no readable picture, or if a file that can only be decoded whole (PNG, JPEG, TIFF in one
+    strip) would take more memory than the larger of 1 GB (2 GB for a file of a megabyte) and 128 times its bytes, or
+    than half of the free memory.
 
     `.shape()` is (rows, columns), and `.read(y, x, rows, columns)` returns pixels (rows, columns, 3) of uint8.
 

@@ -7,33 +7,28 @@ for another page. The first page may be either, so the picture is the first page
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from xml.parsers import expat
 
+import numpy as np
 from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile, TiffPage
 
 from engines.errors import ImageError
-from engines.images.files import make_damaged_error
-from engines.images.regular_file import refuse_doctype
+from engines.images.files import translate_errors
+from engines.images.ome_tiff import OmeFiles
+from engines.images.tiff_directory import list_pages, list_sub_pages
 
 PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)
 DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard
 MULTIPLIED, ALPHA = 1, 2
-MOST_PAGES = 64  # pages that are inspected: a pyramid has about ten, a time series thousands
-MOST_SUB_PAGES = 16  # SubIFDs per page: one for each halving
-MOST_TAGS = 1000  # tags per page: microscope vendors add dozens
-TEXT_BYTES = 1 << 26  # of a description: a large high-content screen writes a tenth of that
-_TEXTS = (270, 700)  # ImageDescription (vendor text or OME-XML) and Adobe XMP
+ORIENTATION = 274
 WIDEST_UM = 50.0  # of a pixel: above that, a resolution is that of a screen or printer (72 ... 300 dots per inch)
 _MICRONS = {2: 25_400.0, 3: 10_000.0}  # micrometres per inch and per centimetre
 _BY_PILLOW = (2, 3, 4, 6, 32771, 34925)  # compressions: fax, old JPEG, uncompressed 16-bit words, LZMA
-_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
+WHITE_IS_ZERO, GREY, RGB, PALETTE, YCBCR = 0, 1, 2, 3, 6
 _NO_COLOURS = {
     4: "a transparency mask for another picture",
     5: "printing inks (CMYK)",
@@ -42,6 +37,11 @@ _NO_COLOURS = {
     32803: "what a camera's sensor saw (CFA)",
     34892: "what a camera's sensor saw (LinearRaw)",
 }
+CONVERT = "Convert it: gdal_translate -co COMPRESS=DEFLATE -co TILED=YES IN OUT.tif, or tiffcp -c zip IN OUT.tif."
+_UNSIGNED = (1, 4)  # 4 is "undefined": readers take it for unsigned numbers
+_INDEXED = 346
+_METAMORPH = 33629  # UIC2Tag of MetaMorph's stacks (STK): six numbers for each plane
+_COEFFICIENTS = (0.299, 0.587, 0.114)  # of red, green and blue in luminance (CCIR 601-1)
 _OTHER_NUMBERS = {2: "signed integers", 3: "floating-point numbers", 5: "complex integers", 6: "complex numbers"}
 
 
@@ -49,34 +49,42 @@ _OTHER_NUMBERS = {2: "signed integers", 3: "floating-point numbers", 5: "complex
 class TiffLayout:
     """The picture's full-size pages (`base`: one, or one per channel), and other pages that may be reduced copies.
 
-    `number` is the index of the first base page in the file, or None if that page is a SubIFD, a page within a page.
+    `paths` are the files of the base pages. `number` is the index of the first base page in the file, or None if that
+    page is a SubIFD, a page within a page, or in another file. `validity` is a transparency mask of the same size,
+    whose pixels are 0 where the picture has none.
     """
 
     base: tuple[TiffPage, ...]
+    paths: tuple[Path, ...]
     number: int | None
     others: tuple[TiffPage, ...]
     is_ome: bool
     microns_per_px: float | None
+    validity: TiffPage | None = None
 
 
-def find_picture(path: Path, file: TiffFile) -> TiffLayout:
-    """Return the layout of a TIFF file. Raises ImageError if it is damaged, or holds several pictures or a stack."""
+@contextmanager
+def open_layout(path: Path) -> Iterator[TiffLayout]:
+    """Open a TIFF file, and the other files of its set, for its layout: tags can be read inside of the `with`.
+
+    Raises ImageError if the file is damaged, or holds several pictures or a stack.
+    """
+    with translate_errors(path), ExitStack() as opened:
+        yield _find_picture(path, opened.enter_context(TiffFile(path)), opened)
+
+
+def _find_picture(path: Path, file: TiffFile, opened: ExitStack) -> TiffLayout:
     # In OME-TIFF the XML says which pages are the picture; in any other file, the pages themselves:
     #
-    #     OME      page first_page .. + planes: one, or one per channel; levels are their SubIFDs
+    #     OME      pages of the image that is the scan: one, or one per channel; levels are their SubIFDs
     #     others   the first page that is neither a reduced copy nor a mask; levels are SubIFDs or other pages
-    pages = list_pages(path, file)
     if file.is_ome:
-        planes, start, microns = parse_ome(path, file.ome_metadata or "")
-        stop = start + planes
-        base = tuple(pages[start:stop])
-        if len(base) < planes:
-            raise make_damaged_error(
-                path, f"its OME-XML speaks of pages {start} to {stop - 1}, but there are {len(pages)}"
-            )
-        if len({page.shape for page in base}) > 1:
-            raise make_damaged_error(path, f"pages {start} to {stop - 1} are not the channels of one picture")
-        return TiffLayout(base, start, (), True, microns)
+        files = OmeFiles(path, file, opened)
+        found, microns = files.find_pages()
+        paths, base = zip(*found, strict=True)
+        number = next((number for number, page in enumerate(files.pages.get(path, ())) if page is base[0]), None)
+        return TiffLayout(base, paths, number, (), True, microns)
+    pages = list_pages(path, file)
     # The pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page. (Camera
     # files store the preview as the page and the picture as its SubIFD.)
     inner = (each for page in pages for each in list_sub_pages(path, page))
@@ -91,93 +99,108 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     unit, (pixels, units) = tags.valueof(296, 2), tags.valueof(282, (0, 1))
     if unit in _MICRONS and pixels and units and 0 < _MICRONS[unit] * units / pixels < WIDEST_UM:
         microns = _MICRONS[unit] * units / pixels
-    return TiffLayout((full[0],), number, others, False, microns)
+    sides = _get_sides(full[0])
+    validity = (page for page in pages if page.is_mask and page is not full[0] and _get_sides(page) == sides)
+    return TiffLayout((full[0],), (path,), number, others, False, microns, next(validity, None))
 
 
 def check_picture(path: Path, layout: TiffLayout) -> None:
     """Raise ImageError if the pages hold anything but 8-bit grey or colours, or cannot be decoded."""
-    page = layout.base[0]
-    bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
+    for page in layout.base:
+        _check_numbers(path, page)
+        _check_colours(path, page, layout.is_ome)
+    alike = {(page.photometric, page.bitspersample, page.samplesperpixel) for page in layout.base}
+    if len(alike) > 1 or (len(layout.base) > 1 and layout.base[0].photometric not in (WHITE_IS_ZERO, GREY)):
+        raise ImageError(
+            f"{path} has its channels in pages of their own, which are no plain grey of one kind: it is not known "
+            "which colours they are. Save them as one page of red, green and blue."
+        )
+
+
+def _check_numbers(path: Path, page: TiffPage) -> None:
+    depths = {page.bitspersample} if isinstance(page.bitspersample, int) else set(page.bitspersample)
+    bits = " or ".join(map(str, sorted(depths)))
     # No single way of scaling deeper samples to 8 bits is right for all pictures.
     scale = (
         "Scale it to 0 ... 255 first, "
         "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array."
     )
-    if page.sampleformat != 1:
+    if page.sampleformat not in _UNSIGNED:
         kind = _OTHER_NUMBERS.get(page.sampleformat, "numbers of an unknown kind")
         raise ImageError(f"{path} has {kind} of {bits} bits, and pictures here have 8 bits without a sign. {scale}")
-    if bits not in (1, 2, 4, 8) or page.dtype is None:
+    if not depths <= {1, 2, 4, 8} or len(depths) > 1 or page.dtype is None:
         raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
     if page.imagedepth != 1:
         raise ImageError(f"{path} holds a stack of {page.imagedepth} planes in one page. Save one plane by itself.")
     if page.compression not in (*DECODED, *_BY_PILLOW):
         raise ImageError(
             f"{path} is compressed by {_get_name(COMPRESSION, page.compression)}, which is not read here. Save it "
-            "without compression, or with LZW, deflate, JPEG, JPEG 2000 or Zstandard."
+            f"without compression, or with LZW, deflate, JPEG, JPEG 2000 or Zstandard. {CONVERT}"
         )
+    check_predictor(path, page)
+
+
+def check_predictor(path: Path, page: TiffPage) -> None:
+    """Raise ImageError if pixels are stored as differences of a kind that programs decode differently."""
+    bits = page.bitspersample
+    if page.predictor not in (1, 2, 3) or (page.predictor == 2 and bits not in (8, 16, 32, 64)):
+        raise ImageError(
+            f"{path} has pixels of {bits} bits that are stored as differences of kind {int(page.predictor)} "
+            f"(Predictor), which programs decode differently. {CONVERT}"
+        )
+
+
+def _check_colours(path: Path, page: TiffPage, is_ome: bool) -> None:
     samples, photometric = int(page.samplesperpixel), int(page.photometric)
-    if photometric not in (_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _YCBCR):
+    if photometric not in (WHITE_IS_ZERO, GREY, RGB, PALETTE, YCBCR):
         kind = _NO_COLOURS.get(photometric, f"values of the kind {_get_name(PHOTOMETRIC, photometric)}")
         raise ImageError(f"{path} holds {kind}. Convert it to 8-bit RGB or grey and save it again.")
-    colours = 3 if photometric in (_RGB, _YCBCR) else 1
+    if page.tags.valueof(_INDEXED, 0) == 1 and photometric != PALETTE:
+        raise ImageError(f"{path} holds indices into a palette of another kind (tag 346). {CONVERT}")
+    colours = get_colour_count(page)
     extra = samples - colours
     # The first three samples of an RGB page are its colours; further ones are ignored. In OME all channels are equal.
-    ignorable = photometric == _RGB and not layout.is_ome
-    if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and find_alpha_channel(page) == colours)):
+    ignorable = photometric == RGB and not is_ome
+    alpha = find_alpha_channel(page)
+    if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and alpha == colours)):
         raise ImageError(
             f"{path} has {samples} channels, and the file does not say that one of them is transparency. "
             "A picture is grey, or red, green and blue: save the channels you want by themselves."
         )
+    if photometric in (WHITE_IS_ZERO, PALETTE) and alpha is not None and MULTIPLIED in page.extrasamples:
+        raise ImageError(
+            f"{path} has premultiplied alpha (ExtraSamples 1) on a palette or on grey whose white is 0, where it is "
+            f"not defined what is multiplied. Save it as RGB or grey. {CONVERT}"
+        )
 
 
-def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
-    """Return the first `MOST_PAGES` pages. Raises ImageError if the page list is truncated.
-
-    tifffile silently omits pages after a truncation, so the offset that follows its last page must be 0.
-    """
-    file.filehandle.seek(file.pages.next_page_offset or 0)
-    if any(file.filehandle.read(file.tiff.offsetsize)):
-        raise make_damaged_error(path, f"its list of pages breaks off after page {len(file.pages)}")
-    pages = _collect_pages(path, file.pages, MOST_PAGES)
-    if not pages:
-        raise make_damaged_error(path, "it has no pages")
-    return pages
-
-
-def list_sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
-    """Return the SubIFDs of a page."""
-    return _collect_pages(path, page.pages, MOST_SUB_PAGES) if page.subifds else []
+def check_decoded_whole(path: Path, layout: TiffLayout) -> int:
+    """Return the index of a page that Pillow decodes whole. Raises ImageError if it would not be read rightly."""
+    page = layout.base[0]
+    kind = "YCbCr colours without JPEG" if page.photometric == YCBCR else _get_name(COMPRESSION, page.compression)
+    if layout.number is None or len(layout.base) > 1:
+        where = "one channel to a page" if len(layout.base) > 1 else "in a page within a page"
+        raise ImageError(f"{path} holds its picture {where}, and in a kind ({kind}) that is not read there. {CONVERT}")
+    if not all(page.databytecounts) or not all(page.dataoffsets):
+        raise ImageError(
+            f"{path} leaves out blank tiles or strips, in a kind ({kind}) that is decoded whole. {CONVERT}"
+        )
+    if page.photometric == YCBCR:
+        _check_ycbcr(path, page)
+    return layout.number
 
 
-def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
-    """Return up to `most` pages, checking each before the next is parsed.
-
-    A crafted file may list the same page thousands of times, with as many tags as a page can have. Raises ImageError if
-    a page has too many tags, or a tag more values than the file has bytes: tifffile skips such a tag, but libtiff
-    allocates memory for all its values.
-    """
-    #     a page:    count | tag tag tag ... | offset of the next page
-    #     each tag:  code, type, number of values, value or its offset    (12 bytes; in BigTIFF 20)
-    found = []
-    for page in islice(pages, most):
-        if not isinstance(page, TiffPage):
-            continue
-        handle, form = page.parent.filehandle, page.parent.tiff
-        handle.seek(page.offset)
-        (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
-        if count > MOST_TAGS:
-            raise make_damaged_error(
-                path, f"page {page.index} says that it has {count} tags, where {MOST_TAGS} are many"
-            )
-        entries = handle.read(count * form.tagsize)
-        entry = struct.Struct(form.byteorder + ("HHQ8x" if form.is_bigtiff else "HHI4x"))
-        for code, _, values in entry.iter_unpack(entries) if form.tagsize == entry.size else ():
-            if values > handle.size:
-                raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
-            if code in _TEXTS and values > TEXT_BYTES:
-                raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
-        found.append(page)
-    return found
+def _check_ycbcr(path: Path, page: TiffPage) -> None:
+    """Raise ImageError for YCbCr numbers (not JPEG, which defines its own) that Pillow does not read by their tags."""
+    defaults = {529: _COEFFICIENTS, 532: (0, 255, 128, 255, 128, 255)}
+    stated = {code: page.tags.valueof(code) for code in defaults}
+    # Fractions, as pairs of whole numbers.
+    values = {code: np.divide(pair[::2], pair[1::2]) for code, pair in stated.items() if pair is not None}
+    other = [str(code) for code, found in values.items() if not np.allclose(found, defaults[code], atol=1e-3)]
+    subsampled = page.compression == PLAIN and tuple(page.tags.valueof(530, (2, 2))) != (1, 1)
+    if other or subsampled:
+        what = f"tags {' and '.join(other)}" if other else "reduced colours (YCbCrSubSampling)"
+        raise ImageError(f"{path} has YCbCr colours without JPEG, with {what}, which is not read here. {CONVERT}")
 
 
 def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: Sequence[TiffPage]) -> None:
@@ -189,6 +212,7 @@ def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: 
         shaped = file.shaped_metadata or ()
         values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
         stack = (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
+        stack |= int(getattr(base.tags.get(_METAMORPH), "count", 1)) > 1
     if stack:
         raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
     for page in others:
@@ -215,90 +239,13 @@ def _get_name(names: type, number: int) -> str:
         return f"number {number}"
 
 
+def get_colour_count(page: TiffPage) -> int:
+    """Return how many of a page's first channels are shades or colours."""
+    return 3 if page.photometric in (RGB, YCBCR) else 1
+
+
 def find_alpha_channel(page: TiffPage) -> int | None:
     """Return the index of the alpha channel (ExtraSamples 1 or 2: TIFF 6.0, p. 31), or None if there is none."""
     extras = [int(each) for each in page.extrasamples]
-    first = int(page.samplesperpixel) - len(extras)
+    first = get_colour_count(page)
     return next((first + place for place, each in enumerate(extras) if each in (MULTIPLIED, ALPHA)), None)
-
-
-# The OME-XML of an OME-TIFF file, of which only the first picture is read (OME data model, Pixels).
-
-
-_OME_MICRONS = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "m": 1e6}
-
-
-def parse_ome(path: Path, text: str) -> tuple[int, int, float | None]:
-    """Return how many pages the picture in OME-XML has, its first page, and micrometres per pixel (None: unknown).
-
-    Raises ImageError if the text is damaged, or describes a stack or channels that are no colours.
-    """
-    try:
-        #     <OME><Image><Pixels SizeZ SizeT SizeC PhysicalSizeX ...>
-        #         <Channel SamplesPerPixel/> ... <TiffData IFD/> ...
-        #
-        # RGB is either one channel of three samples, in one page, or three channels of one sample, a page each.
-        found = _find_attributes(text, "Pixels", ("Channel", "TiffData"))
-        pixels = found["Pixels"]
-        depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")
-        samples = int(found.get("Channel", {}).get("SamplesPerPixel", 1))
-        first = int(found.get("TiffData", {}).get("IFD", 0))
-        planes = channels // max(1, samples)
-    except (expat.ExpatError, LookupError, ValueError, OverflowError) as error:
-        raise make_damaged_error(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
-    if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
-        raise ImageError(
-            f"{path} holds a stack: {depth} focal planes, {times} times, {channels} channels of {samples}. "
-            "A picture is one plane of grey, or of red, green and blue: save that by itself."
-        )
-    if first < 0:
-        raise make_damaged_error(path, f"its OME-XML speaks of page {first}")
-    sides = []  # of a pixel, in micrometres, as far as they are given
-    for axis in "XY":
-        with suppress(KeyError, ValueError):
-            unit = _OME_MICRONS.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"), 0)
-            sides.append(float(pixels[f"PhysicalSize{axis}"]) * unit)
-    return planes, first, sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None
-
-
-def _find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the attributes of the first element `outer`, and of its first direct child of each name in `inner`.
-
-    Names are given without namespaces. No tree is built, and parsing stops after these elements, since the document may
-    have megabytes of other content. Raises ExpatError, and ValueError for a document type.
-
-    >>> _find_attributes("<a><n:b c='1'><d e='2'/><d e='3'/></n:b><b/></a>", "b", ["d", "f"])
-    {'b': {'c': '1'}, 'd': {'e': '2'}}
-    """
-    # Two states: until `outer` is met, only its name is looked for; from then on, the depth tells its direct children
-    # from deeper elements, and its own end from theirs.
-    parser, found, depth = expat.ParserCreate(), dict[str, dict[str, str]](), 0
-
-    def find_outer(name: str, attributes: dict[str, str]) -> None:
-        if name.endswith(outer) and name.rpartition(":")[2] == outer:
-            found[outer] = attributes
-            parser.StartElementHandler, parser.EndElementHandler = find_inner, end_element
-
-    def find_inner(name: str, attributes: dict[str, str]) -> None:
-        nonlocal depth
-        depth += 1
-        plain = name.rpartition(":")[2]
-        if depth == 1 and plain in inner:
-            found.setdefault(plain, attributes)
-        if len(found) == 1 + len(inner):
-            raise _FoundAllError
-
-    def end_element(_name: str) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth < 0:
-            raise _FoundAllError
-
-    parser.StartDoctypeDeclHandler, parser.StartElementHandler = refuse_doctype, find_outer
-    with suppress(_FoundAllError):
-        parser.Parse(text, True)
-    return found
-
-
-class _FoundAllError(Exception):
-    """Raised to stop the parser once all wanted elements are found."""

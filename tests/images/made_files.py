@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,8 @@ class MadeFile:
     `write` gets an empty folder and returns the path to open. `picture` is (H, W) or (H, W, 3) bytes, and `mask` (H, W)
     classes, or patterns of errors (None: the row has no masks). `naive` is the picture for a reader that passes the row
     over: what is read has to differ from it, and what is ignored has to be equal to it. `others` are independent
-    readers of the same file, each with the right numbers (None: `picture`). `options` are those of `MaskFile`.
+    readers of the same file, each with the right numbers (None: `picture`). `write_mask` makes another file for the
+    mask, and `options` are those of `MaskFile`.
     """
 
     write: Callable[[Path], Path]
@@ -38,6 +41,7 @@ class MadeFile:
     mask: Expected | None = None
     naive: Array | None = None
     others: Mapping[Callable[[Path], Array], Array | None] = field(default_factory=dict)
+    write_mask: Callable[[Path], Path] | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: {"classes": 256})
 
 
@@ -54,15 +58,17 @@ def check_row(row: MetadataRow, made: MadeFile, folder: Path) -> None:
     _check_picture(row, made, path)
     if made.mask is not None:
         assert isinstance(made.mask, str) == (row.mask == "refused")
-        _check_mask(made, path)
+        (folder / "mask").mkdir()
+        _check_mask(made, made.write_mask(folder / "mask") if made.write_mask else path)
     for reader, numbers in made.others.items():
         expected = made.picture if numbers is None else numbers
         assert np.array_equal(spread(reader(path)), spread(expected)), reader.__name__
 
 
 def spread(pixels: Array) -> Array:
-    """(H, W) or (H, W, 1 or 3) -> (H, W, 3)."""
-    return np.broadcast_to(np.atleast_3d(pixels), (*pixels.shape[:2], 3))
+    """(H, W) or (H, W, 1) -> (H, W, 3); more channels stay."""
+    pixels = np.atleast_3d(pixels)
+    return np.broadcast_to(pixels, (*pixels.shape[:2], max(3, pixels.shape[2])))
 
 
 def _check_picture(row: MetadataRow, made: MadeFile, path: Path) -> None:
@@ -105,7 +111,8 @@ def read_mask(path: Path, classes: int = 256, **options: Any) -> Array:
 def by_pillow(path: Path) -> Array:
     from PIL import Image, ImageOps
 
-    with Image.open(path) as image:
+    # From bytes: of a plain TIFF file by name, Pillow 13 maps the memory and turns it wrongly (Orientation 5 to 8).
+    with Image.open(io.BytesIO(path.read_bytes())) as image:
         image.load()  # this turns a TIFF image upright, and `exif_transpose` the others
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
@@ -122,7 +129,10 @@ def by_gdal(path: Path) -> Array:
     """The numbers of all bands, with channels last."""
     import rasterio
 
-    with rasterio.open(path) as source:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
+        source = rasterio.open(path)
+    with source:
         return np.moveaxis(source.read(), 0, -1)
 
 

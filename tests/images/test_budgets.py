@@ -17,13 +17,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 from engines.errors import ImageError
-from engines.images import files, folder, tiff_layout
+from engines.images import files, folder, tiff_directory
 from engines.images.mask_file import open_raw_image
+from engines.images.ome_xml import choose_image, list_planes, parse_ome
 from engines.images.picture import crop_picture, open_image
 from engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
 from engines.images.pillow import count_jpeg_scans
 from engines.images.sample_data import load_cifar_images
-from engines.images.tiff_layout import parse_ome
 from engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc
@@ -160,26 +160,42 @@ def test_scans_of_a_file_with_further_pictures(tmp_path: Path):
 
 
 OME = (
-    '<OME>{}<Image><Pixels SizeZ="1" SizeT="1" SizeC="3" PhysicalSizeX="0.5" PhysicalSizeY="0.5">'
+    '<OME>{}<Image><Pixels SizeX="4" SizeY="4" SizeZ="1" SizeT="1" SizeC="3" PhysicalSizeX="0.5" PhysicalSizeY="0.5">'
     '<Channel SamplesPerPixel="3"/>{}</Pixels></Image>{}'
 )
 
 
-def test_of_ome_xml_only_the_picture_is_read():
-    found = parse_ome(Path("a"), OME.format("", '<TiffData IFD="2"/><this is never read', ""))
-    assert found == (1, 2, 0.5)
-    found = parse_ome(Path("a"), OME.format("", "<X><TiffData IFD='2'/></X>", "<nor this"))
-    assert found == (1, 0, 0.5)
+def find_page(text: str) -> tuple[int, float | None]:
+    (image,) = parse_ome(Path("a"), text).images
+    (source,) = list_planes(Path("a"), image, alone=True)
+    return source.ifd, image.microns_per_px
+
+
+def test_what_follows_the_images_of_ome_xml_is_not_read():
+    assert find_page(OME.format("", '<TiffData IFD="2"/>', "<StructuredAnnotations><this is never read")) == (2, 0.5)
+    assert find_page(OME.format("", "<X><TiffData IFD='2'/></X>", "<ROI/><nor this")) == (0, 0.5)
 
 
 def test_no_tree_is_made_of_what_comes_before():
     text = OME.format('<Well Row="1"/>' * 50_000, "", "</OME>")
     tracemalloc.start()
     try:
-        assert parse_ome(Path("a"), text)[0] == 1
+        assert find_page(text)[0] == 0
         assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
     finally:
         tracemalloc.stop()
+
+
+def test_the_pages_of_a_stack_are_not_kept():
+    pages = "<TiffData IFD='1'/>" * 50_000
+    text = OME.format("", pages, "</OME>").replace('SizeT="1"', 'SizeT="50000"')
+    assert parse_ome(Path("a"), text).images[0].tiff_data == []
+
+
+def test_thousands_of_images_are_refused():
+    image = '<Image><Pixels SizeX="4" SizeY="4"/></Image>'
+    with pytest.raises(ImageError, match="describes more than 1000 images"):
+        choose_image(Path("a"), parse_ome(Path("a"), f"<OME>{image * 1001}</OME>").images)
 
 
 def test_annotations_of_many_megabytes_are_not_parsed(tmp_path: Path):
@@ -207,9 +223,9 @@ def test_pages_within_pages_are_looked_at_one_by_one(tmp_path: Path, monkeypatch
         for _ in range(20):
             file.write(tissue(32, 32), photometric="rgb", subfiletype=1, metadata=None)
     with tifffile.TiffFile(tmp_path / "a.tif") as file:
-        assert len(tiff_layout.list_sub_pages(tmp_path / "a.tif", file.pages.first)) == 16
+        assert len(tiff_directory.list_sub_pages(tmp_path / "a.tif", file.pages.first)) == 16
     assert open_image(tmp_path / "a.tif").shape() == (64, 64)
-    monkeypatch.setattr(tiff_layout, "MOST_TAGS", 5)
+    monkeypatch.setattr(tiff_directory, "MOST_TAGS", 5)
     with pytest.raises(ImageError, match=r"page 0 says that it has \d+ tags, where 5 are many"):
         open_image(tmp_path / "a.tif")
 
@@ -217,7 +233,7 @@ def test_pages_within_pages_are_looked_at_one_by_one(tmp_path: Path, monkeypatch
 def test_a_description_of_many_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tifffile.imwrite(tmp_path / "a.tif", tissue(8, 8), photometric="rgb", description="x" * 2000)
     assert open_image(tmp_path / "a.tif").shape() == (8, 8)
-    monkeypatch.setattr(tiff_layout, "TEXT_BYTES", 1000)
+    monkeypatch.setattr(tiff_directory, "TEXT_BYTES", 1000)
     with pytest.raises(ImageError, match="the text in tag 270 of page 0 has 2001 bytes"):
         open_image(tmp_path / "a.tif")
 

@@ -17,9 +17,9 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images import zarr_chunks
 from engines.images.folder import write_boxes_table
+from engines.images.ome_xml import choose_image, list_planes, parse_ome
 from engines.images.picture import open_image
 from engines.images.tables import table_images, write_table
-from engines.images.tiff_layout import parse_ome
 
 ROOT = Path(__file__).parents[2]
 SIZE = (8, 8)
@@ -153,14 +153,17 @@ def test_boxes_have_numbers(tmp_path, number):
 @pytest.mark.parametrize("text", ["<a>" * 100_000, "<a>" * 100_000 + "</a>" * 100_000, "", "\0", "<a b=1>"])
 def test_xml_that_is_none_or_nested_without_end(tmp_path, text):
     with pytest.raises(ImageError):
-        parse_ome(tmp_path / "a.tif", text)
+        choose_image(tmp_path / "a.tif", parse_ome(tmp_path / "a.tif", text).images)
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1e9", "nan", "-1", "99999999999999999999"])
 def test_ome_with_hostile_numbers(tmp_path, number):
-    text = f'<OME><Pixels SizeZ="1" SizeT="1" SizeC="{number}"><TiffData IFD="{number}"/></Pixels></OME>'
+    sizes = f'SizeZ="1" SizeT="1" SizeX="4" SizeY="4" SizeC="{number}"'
+    text = f'<OME><Image><Pixels {sizes}><TiffData IFD="{number}" FirstC="{number}"/></Pixels></Image></OME>'
     with pytest.raises(ImageError):
-        parse_ome(tmp_path / "a.tif", text)
+        list_planes(tmp_path / "a.tif", choose_image(tmp_path, parse_ome(tmp_path, text).images), alone=True)
+    with pytest.raises(ImageError):
+        choose_image(tmp_path, parse_ome(tmp_path, text.replace("Image", "Picture")).images)
 
 
 # ---- Zarr

@@ -22,9 +22,10 @@ SECTIONS: dict[str, tuple[MetadataRow, ...]] = {
 _HEAD = """\
 # Metadata that decide which value a pixel has
 
-For each tag, attribute and order of arrays: what is done with it in a picture and in a mask (whose numbers are classes). *Read*: its
-meaning is applied. *Refused*: an error names it before any training. *Ignored*: it does not change the pixels that are read, for the reason given.
-The page is written from `engines/images/metadata/` by `python -m engines.images.metadata.page`; tests read a file for each row.
+For each tag, attribute and order of arrays: what is done with it in a picture and in a mask (whose numbers are
+classes). *Read*: its meaning is applied. *Refused*: an error names it before any training. *Ignored*: it does not
+change the pixels that are read, for the reason given. The page is written from `engines/images/metadata/` by
+`python -m engines.images.metadata.page`; tests read a file for each row.
 """
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Action = Literal["read", "refused", "ignored"]
-"""Its meaning is applied; the file is refused with an error that names it; or it is passed over, and `note` says why."""
+"""Its meaning is applied; the file is refused with an error that names it; or it is passed over; `note` says why."""
 
 
 @dataclass(frozen=True, slots=True)
