@@ -102,6 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         model = segmenter(weights)
         make_slide(slide, chosen.side_px - MARGIN, chosen.side_px)
         command = ["-m", "engines", "predict", "--model", "engines.models:UNet", "--num-classes", CLASSES]
+        command += ["--activation", "softmax"]
         command += ["--model-args", json.dumps(ARGUMENTS), "--weights", weights, "--image", slide, "--to", answer]
         command = mpi_command(RANKS, *command, "--memory-mb", chosen.memory_mb)
         told = subprocess.run(command, env=mpi_environment(), stdout=subprocess.PIPE, text=True, check=True).stdout

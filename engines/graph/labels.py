@@ -24,7 +24,6 @@ from engines.spatial.layout import Layout
 _PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute"}
 _PASSING |= {"transpose", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"}
 _BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-_REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +72,6 @@ def find_unchanged_labels(graph: ModelGraph) -> set[str]:
 def _get_ref_name(node: Node, argument: str) -> str | None:
     ref = node.arguments.get(argument)
     return ref.name if isinstance(ref, Ref) else None
-
-
-def has_accuracy(graph: ModelGraph) -> bool:
-    """Return whether accuracy is defined: it is not for a regression loss without class labels."""
-    amounts = any(node.short_operator in _REGRESSIONS for node in graph.nodes)
-    return bool(find_label_specs(graph)) or not amounts
 
 
 def has_binary_labels(graph: ModelGraph) -> bool:

@@ -2,9 +2,10 @@
 
 The tiles are those of a plan with more tiles than ranks, with all layers fused from the image on: a tile reads its
 window of the image, and nothing is exchanged. Only a sum over the image (a global pool, the statistics of a norm, the
-maxima of all tiles side by side) needs all tiles before the computation can continue. The image is therefore passed over once for each sum that depends on
-another sum, and a last time for the prediction. Only the sums are kept between passes; the rest is recomputed.
-The number of tiles is such that the memory of each pass, which is estimated before it runs, is within a bound.
+maxima of all tiles side by side) needs all tiles before the computation can continue. The image is therefore passed
+over once for each sum that depends on another sum, and a last time for the prediction. Only the sums are kept between
+passes; the rest is recomputed. The number of tiles is such that the memory of each pass, which is estimated before it
+runs, is within a bound.
 """
 
 from __future__ import annotations
