@@ -21,6 +21,7 @@ from engines.comm.world import World, run_on_all
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.graph.output_meaning import ACTIVATIONS, OutputMeaning, choose_kind, choose_meaning, read_meaning
 from engines.images.picture import open_image
+from engines.inference.class_map import name_classes
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import make_padded_region, prepare_region
 from engines.inference.tile_stitcher import KINDS, Shape, TileSink
@@ -84,6 +85,7 @@ def make_predict_parser() -> argparse.ArgumentParser:
         help="softmax: one class out of several; sigmoid: a map for each label; none: amounts; default: as the loss of "
         "the checkpoint says",
     )
+    flags.add_argument("--class-names", default=None, help="comma-separated, written into the file of the prediction")
     flags.add_argument("--memory-mb", type=options.parse_positive, default=1000, help="memory limit of each rank")
     flags.add_argument(
         "--tile-px", type=options.parse_positive, default=None, help="side of the tiles, regardless of --memory-mb"
@@ -122,6 +124,8 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     ask = PredictionRequest(
         region, kind, meaning, chosen.memory_mb * 10**6, chosen.tile_px, needs_pixels=chosen.to is not None
     )
+    channels = recipe.graph.specs[recipe.graph.prediction].shape[1:2]
+    names = name_classes(kind, meaning, *(channels or [1]), chosen.class_names and chosen.class_names.split(","))
     output_px = recipe.graph.specs[recipe.graph.prediction].shape[-2:]
 
     def make_sink(shape: Shape, dtype: np.dtype[Any]) -> TileSink:
@@ -130,7 +134,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
                 f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
                 "such as --to prediction.tif."
             )
-        return make_pyramid(Path(chosen.to), region, kind, output_px, shape, dtype)
+        return make_pyramid(Path(chosen.to), region, kind, output_px, names, shape, dtype)
 
     sweep = TiledPredictor(world, recipe, ask, make_sink)
     if chosen.weights is None and not world.rank:

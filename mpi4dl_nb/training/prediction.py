@@ -20,6 +20,7 @@ from engines.formatting import describe_unknown, format_bytes
 from engines.graph.output_meaning import choose_kind, choose_meaning
 from engines.images.dataset import LabelledImages, cast_numbers, check_classes
 from engines.images.picture import Source, open_image
+from engines.inference.class_map import name_classes
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import (
     join_predictions,
@@ -142,6 +143,7 @@ def predict_picture(
     memory_mb: int,
     progress: bool,
     activation: str | None,
+    class_names: Sequence[str] | None,
 ) -> TiledPrediction:
     """Predict a region of a picture tile by tile on all ranks of the training."""
     if kind is not None and kind not in KINDS:
@@ -153,8 +155,9 @@ def predict_picture(
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
     request = PredictionRequest(asked, kind, meaning, memory_mb * 10**6, needs_pixels=to is not None)
     spec, sink = recipe.graph.specs[recipe.graph.prediction], ArraySink
+    names = name_classes(kind, meaning, spec.shape[1] if len(spec.shape) > 1 else 1, class_names)
     if to is not None:
-        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:])
+        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:], names)
     if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
         channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], meaning, spec.dtype)
         size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels, meaning) * dtype.itemsize

@@ -288,6 +288,7 @@ class Training(TrainingHandle):
         memory_mb: int = 1000,
         progress: bool = True,
         activation: str | None = "auto",
+        class_names: Sequence[str] | None = None,
     ) -> Any:
         """Predict with the current weights, in evaluation mode.
 
@@ -306,18 +307,22 @@ class Training(TrainingHandle):
         probabilities are sigmoids, and there are K maps of 0 and 1. `activation` (`softmax`, `sigmoid`, or None for
         outputs that stay as they are) says it instead of the loss, and must where the loss does not tell.
 
+        A file of classes has a palette and `class_names` (by default their numbers), so that any viewer shows it in
+        colours. Its numbers are the classes; a small one may be a PNG. `show_prediction` draws it over the slide.
+
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
         if isinstance(source, torch.Tensor | np.ndarray) and source.ndim == 4:  # (N, C, H, W)
-            asked = {"to": to is not None, "region": region is not None, "level": level != 0, "kind": kind is not None}
-            asked["activation"] = activation != "auto"
+            changed = {"to": to, "region": region, "level": level or None, "kind": kind, "class_names": class_names}
+            asked = {name: given is not None for name, given in changed.items()} | {"activation": activation != "auto"}
             if unread := [f"{name}=" for name, given in asked.items() if given]:
                 raise PlanError(
                     f"{', '.join(unread)} has no effect for a batch, of which all scores are returned. Leave it out, "
                     "or give a picture: a path, or an (H, W, 3) array of bytes."
                 )
             return predict_batch(self, source)
-        self.predicted = done = predict_picture(self, source, to, region, level, kind, memory_mb, progress, activation)
+        asked = region, level, kind, memory_mb, progress, activation, class_names
+        self.predicted = done = predict_picture(self, source, to, *asked)
         return done.answer
 
     def forecast(self) -> Forecast:
