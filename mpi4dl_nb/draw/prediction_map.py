@@ -68,6 +68,12 @@ class PredictionLayer:
         name = "" if self.names[number] == str(number) else f" {self.names[number]}"
         return f"{number}{name} {format_percent(self.shares[number])}"
 
+    def describe(self) -> dict[str, Any]:
+        """Return what a page says of the map: its edges, and of each listed class a text and a colour."""
+        colours = [f"#{bytes(colour).hex()}" for colour in self.colours]
+        classes = [{"text": self.describe_class(number), "colour": colours[number]} for number in self.listed]
+        return {"edges": list(self.edges), "classes": classes}
+
     def encode(self) -> bytes:
         """Return the map in its colours as a PNG file."""
         buffer = io.BytesIO()
