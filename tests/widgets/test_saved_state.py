@@ -17,7 +17,7 @@ from ipywidgets.embed import embed_data
 from PIL import Image
 from torch import nn
 
-from mpi4dl_nb import Cluster, Plan, Slicer, Training, Workbench
+from mpi4dl_nb import Cluster, Plan, Slicer, Stepper, Training, Workbench
 
 NAME = "Jane_Doe_1958.png"
 PLAN = Plan(split_size=1, slice_method="2x2")
@@ -54,7 +54,7 @@ def list_texts(value: Any) -> Iterator[str | bytes]:
 
 def find_saved(widget: ipywidgets.Widget) -> tuple[bool, bool]:
     """Whether the state of the widget and its parts, or what it displays, has images, and the file's name."""
-    state = {key: model for key, model in embed_data([widget])["manager_state"]["state"].items()}
+    state = embed_data([widget])["manager_state"]["state"]
     for model in state.values():  # the code of the widgets is the same whatever they show
         model["state"] = {key: value for key, value in model["state"].items() if key not in ("_esm", "_css")}
     texts = [*list_texts(state), *list_texts(widget._repr_mimebundle_()), *list_texts(widget._snapshot_html)]
@@ -102,3 +102,19 @@ def test_a_workbench(path: Path, training: Training, save_picture: bool):
     assert find_saved(workbench)[1] == save_picture
     assert ("<img" in workbench._snapshot_html) == save_picture
     workbench.close()
+
+
+@pytest.mark.parametrize("save_picture", [True, False])
+def test_a_stepper(training: Training, save_picture: bool):
+    """The values of the images are in the saved state of the view, or nowhere in it."""
+    images = torch.rand(1, 3, 32, 48)
+    stepper = Stepper(training, images, torch.tensor([1]), save_picture=save_picture)
+    tile = images[0, 0, :16, :24].numpy().tobytes()[: 24 * 4]
+    state = {**stepper.view.get_state()}
+    assert any(tile in text for text in list_texts(state) if isinstance(text, bytes)) == save_picture
+    assert ("<img" in stepper._snapshot_html) == save_picture
+    sent: list[tuple[Any, Any]] = []
+    stepper.view.send = lambda content, buffers=(): sent.append((content, buffers))
+    stepper.view._handle_custom_msg({"newest": True}, [])
+    assert tile in bytes(sent[0][1][0])
+    stepper.close()
