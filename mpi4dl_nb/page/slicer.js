@@ -168,7 +168,8 @@ class SlicerView {
   paint(context, scene) {
     const { picture, colours } = this.facts;
     this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
-    if (this.overlay && this.model.get("overlaid")) paintPrediction(context, scene, this.overlay, this.facts.prediction.edges);
+    const { overlay, facts } = this;
+    if (overlay && this.model.get("overlaid")) paintPrediction(context, scene, overlay, facts.prediction.edges);
     const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
     paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, this.table, this.tile);

@@ -79,7 +79,8 @@ class StepScene(anywidget.AnyWidget):
         with self.hold_sync():  # one message: a description never comes with the values of another frame
             self.alt, self.focus = alt, focus
             if self.setup["saved"]:
-                self.meta, self.values = self._newest
+                self.values = frame.values
+                self.meta = self._newest[0]
         if not self.setup["saved"]:
             self._send_newest()
 
