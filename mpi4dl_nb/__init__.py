@@ -48,6 +48,7 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_halo_points
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.monitor import show_progress
+from mpi4dl_nb.draw.prediction_map import show_prediction
 from mpi4dl_nb.draw.rank_map import show_ranks
 from mpi4dl_nb.draw.scaling import show_capabilities, show_limits, show_scaling
 from mpi4dl_nb.draw.slicing import show_slicing
@@ -137,6 +138,7 @@ __all__ = [
     "show_capabilities",
     "show_limits",
     "show_memory",
+    "show_prediction",
     "show_progress",
     "show_ranks",
     "show_scaling",

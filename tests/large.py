@@ -22,9 +22,11 @@ from skimage.data import immunohistochemistry
 from torch import nn
 
 from engines.images.dataset import to_network_input
+from engines.images.mask_file import MaskFile
 from engines.images.picture import open_image
 from engines.images.picture_reader import Picture
 from engines.models import UNet
+from engines.spatial.tiles import Span, Tile
 from tests.mpi import mpi_command, mpi_environment
 
 RANKS, LEVELS, TILE, REGION, MARGIN, REGIONS = 4, 4, 512, 1024, 64, 10
@@ -71,14 +73,18 @@ def segmenter(path: Path) -> nn.Module:
     return model.eval()
 
 
-def compared(model: nn.Module, slide: Picture, answer: Picture) -> tuple[int, np.ndarray]:
+def compared(model: nn.Module, slide: Picture, answer: MaskFile) -> tuple[int, np.ndarray]:
     """Of some regions, corners among them: pixels of which one process says another class, and pixels of each class."""
     height, width = slide.shape()
     places = np.random.default_rng(7).integers((0, 0), (height - REGION, width - REGION), (REGIONS - 2, 2))
     starts = [(0, 0), (height - REGION, width - REGION), *((int(y), int(x)) for y, x in places // 4 * 4)]
-    pairs = [(_classes(model, slide, *start), answer.read(*start, REGION, REGION)[..., 0]) for start in starts]
+    pairs = [(_classes(model, slide, *start), answer.read(_cut(*start))) for start in starts]
     different = sum(int((plain != told).sum()) for plain, told in pairs)
     return different, sum(np.bincount(plain.ravel(), minlength=CLASSES) for plain, _ in pairs)
+
+
+def _cut(y: int, x: int) -> Tile:
+    return Tile(Span(y, y + REGION), Span(x, x + REGION))
 
 
 def _classes(model: nn.Module, slide: Picture, y: int, x: int) -> np.ndarray:
@@ -102,11 +108,12 @@ def main(arguments: Sequence[str]) -> int:
         model = segmenter(weights)
         make_slide(slide, chosen.side_px - MARGIN, chosen.side_px)
         command = ["-m", "engines", "predict", "--model", "engines.models:UNet", "--num-classes", CLASSES]
+        command += ["--activation", "softmax"]
         command += ["--model-args", json.dumps(ARGUMENTS), "--weights", weights, "--image", slide, "--to", answer]
         command = mpi_command(RANKS, *command, "--memory-mb", chosen.memory_mb)
         told = subprocess.run(command, env=mpi_environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
         line = json.loads(told.splitlines()[-1])
-        different, of_class = compared(model, open_image(slide), open_image(answer))
+        different, of_class = compared(model, open_image(slide), MaskFile(answer, CLASSES))
     within = max(line["peak_bytes"]) <= chosen.memory_mb * 2**20
     print(json.dumps({**line, "px_of_class": of_class.tolist(), "different_px": different, "within": within}))
     return 0 if within and not different else 1

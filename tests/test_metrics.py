@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.graph.output_meaning import OutputMeaning
 from engines.train.training_events import Counts, count_predictions
 
 
@@ -41,7 +42,29 @@ def test_labels_may_have_a_channel_and_be_no_whole_numbers():
 def test_one_score_is_for_the_second_of_two_classes():
     scores = torch.tensor([[[[-1.0, 2.0], [3.0, -4.0]]]])
     labels = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])
-    assert count_predictions(scores, labels) == Counts((2, 1), (2, 2), (3, 1), True)
+    assert count_predictions(scores, labels, OutputMeaning.LABELS) == Counts((2, 1), (2, 2), (3, 1), True)
+
+
+def test_a_probability_is_compared_with_one_half():
+    shares = torch.tensor([[[[0.1, 0.7], [0.6, 0.4]]]])
+    labels = torch.tensor([[[0, 1], [0, 0]]])
+    assert count_predictions(shares, labels, OutputMeaning.SHARES) == Counts((2, 1), (2, 2), (3, 1), True)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4, 6)])
+def test_each_label_is_present_or_absent_by_itself(shape: tuple[int, ...]):
+    scores, labels = torch.randn(shape), torch.randint(2, shape)
+    found, guess = count_predictions(scores, labels.float(), OutputMeaning.LABELS), scores.sigmoid() > 0.5
+    right = [int(((guess == state) & (labels == state)).sum()) for state in (False, True)]
+    assert found.right == tuple(right)
+    assert found.true == (int((labels == 0).sum()), int(labels.sum()))
+    assert found.predicted == (int((~guess).sum()), int(guess.sum()))
+    assert found.pixels == (len(shape) > 2)
+
+
+@pytest.mark.parametrize("meaning", [OutputMeaning.AMOUNTS, OutputMeaning.UNKNOWN], ids=lambda each: each.name)
+def test_outputs_that_stand_for_no_classes_are_not_judged(meaning: OutputMeaning):
+    assert count_predictions(torch.randn(4, 3), torch.randint(3, (4,)), meaning) == Counts()
 
 
 @pytest.mark.parametrize(("scores", "labels"), [((2, 3), (2, 3)), ((2, 3, 4, 4), (2,)), ((), ()), ((6,), (6,))])

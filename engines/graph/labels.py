@@ -28,7 +28,6 @@ _PICKING = {"select", "slice", "narrow", "unbind", "split", "split_with_sizes", 
 _PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "movedim"}
 _PASSING |= {"to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"} | _PICKING
 _BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-_REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +111,6 @@ def _cut_part(graph: ModelGraph, name: str, labels: Tensor) -> Tensor:
 def _get_ref_name(node: Node, argument: str) -> str | None:
     ref = node.arguments.get(argument)
     return ref.name if isinstance(ref, Ref) else None
-
-
-def has_accuracy(graph: ModelGraph) -> bool:
-    """Return whether accuracy is defined: it is not for a regression loss without class labels."""
-    amounts = any(node.short_operator in _REGRESSIONS for node in graph.nodes)
-    return bool(find_label_specs(graph)) or not amounts
 
 
 def has_binary_labels(graph: ModelGraph) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from engines.errors import TraceError
-from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
+from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_loss_nodes
 from engines.spatial.local_rules import is_pointwise
 from engines.spatial.rng import find_sample_number, uses_generator
 
@@ -167,7 +167,7 @@ class LossAnalysis:
 
     def analyse(self) -> BatchAggregation:
         """Return the aggregation of the loss itself."""
-        for node in self.find_loss_nodes():
+        for node in find_loss_nodes(self.graph):
             found = self._compute_aggregation(node)
             # The twin costs a second trace. It is consulted only if a rule has already computed it (cached_property).
             if found.kind is AggregationKind.ROWS and node.spec and "twins" in self.__dict__:
@@ -177,21 +177,14 @@ class LossAnalysis:
             self.aggregations[node.name] = found
         found = self.get_aggregation(self.graph.loss or "")
         if self.__dict__.get("twins"):  # each of the model's outputs that the loss reads has its images along axis 0
-            read = {name for node in self.find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
+            read = {name for node in find_loss_nodes(self.graph) for name in node.reads}.intersection(
+                self.graph.answers
+            )
             if any(find_batch_axis(self.nodes[name].spec, self.twins[name].spec) != 0 for name in read):
                 found = BatchAggregation(AggregationKind.ROWS)
         if found.kind is AggregationKind.ROWS or (found.kind is AggregationKind.SUM and found.degree not in (0, 1)):
             return self._mark_unknown(self.nodes[self.graph.loss or ""])
         return found
-
-    def find_loss_nodes(self) -> list[Node]:
-        """Return the nodes between the model's outputs and the loss, in order."""
-        needed, found = {self.graph.loss}, []
-        for node in reversed(self.graph.nodes):
-            if node.name in needed and node.name not in self.graph.answers:
-                found.append(node)
-                needed.update(node.reads)
-        return found[::-1]
 
     def get_aggregation(self, name: str) -> BatchAggregation:
         """Return the aggregation of a node's output, an input, a weight or a buffer."""

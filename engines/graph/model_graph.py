@@ -255,6 +255,16 @@ def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
     return reached
 
 
+def find_loss_nodes(graph: ModelGraph) -> list[Node]:
+    """Return the nodes between the model's outputs and the loss, in order."""
+    needed, found = {graph.loss}, []
+    for node in reversed(graph.nodes):
+        if node.name in needed and node.name not in graph.answers:
+            found.append(node)
+            needed.update(node.reads)
+    return found[::-1]
+
+
 def find_ref_names(value: Any) -> Iterator[str]:
     """Yield the names of all `Ref`s in nested arguments.
 

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from engines.graph.loss_analysis import AggregationKind, BatchAggregation, LossAnalysis, make_denominator_key
 from engines.graph.loss_rules import SUM
-from engines.graph.model_graph import BatchLoss, BatchTotal, ModelGraph, Node, Ref, TensorSpec, find_ref_names
+from engines.graph.model_graph import (
+    BatchLoss,
+    BatchTotal,
+    ModelGraph,
+    Node,
+    Ref,
+    TensorSpec,
+    find_loss_nodes,
+    find_ref_names,
+)
 from engines.plan import OPTIONS, Plan
 from engines.spatial.kernels import get_kernel
 from engines.spatial.local_rules import map_refs, split_arguments
@@ -142,7 +151,7 @@ class _LossRewrite:
     def apply(self, graph: ModelGraph) -> ModelGraph:
         """Return the rewritten graph, without loss nodes that nothing reads any more."""
         renamed = {name: Ref(_name_total(name)) for name in self.found.totals}
-        cone = {node.name for node in self.found.find_loss_nodes()}
+        cone = {node.name for node in find_loss_nodes(self.found.graph)}
         nodes: list[Node] = []
         for node in graph.nodes:  # only the loss reads totals: the model's own nodes keep their operands
             own = _replace_reads(node, renamed) if node.name in cone else node

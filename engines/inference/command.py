@@ -19,7 +19,9 @@ from tqdm import tqdm
 from engines.cli import options
 from engines.comm.world import World, run_on_all
 from engines.errors import CheckpointError, ImageError, PlanError
+from engines.graph.output_meaning import ACTIVATIONS, OutputMeaning, choose_kind, choose_meaning, read_meaning
 from engines.images.picture import open_image
+from engines.inference.class_map import name_classes
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import make_padded_region, prepare_region
 from engines.inference.tile_stitcher import KINDS, Shape, TileSink
@@ -30,16 +32,17 @@ from engines.train.checkpoint_reader import Checkpoint, get_tensor_file
 # Load trained weights into a plain model from a safetensors file with its own names, or from a checkpoint.
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path) -> OutputMeaning:
     """Load a model's weights and buffers from a file, a checkpoint, or the newest intact one in a folder of them.
 
-    Raises CheckpointError if they cannot be read or belong to another model; the model is then unchanged.
+    Return what the loss of the checkpoint takes the outputs for, which a file of weights alone does not tell. Raises
+    CheckpointError if they cannot be read or belong to another model; the model is then unchanged.
     """
-    file = path
+    file, meaning = path, OutputMeaning.UNKNOWN
     if path.is_dir():
         checkpoint = Checkpoint.open(path, only=[get_tensor_file("model")])
         checkpoint.warn_of_passed_over(stacklevel=2)
-        file = checkpoint.path / get_tensor_file("model")
+        file, meaning = checkpoint.path / get_tensor_file("model"), read_meaning(checkpoint.manifest.get("outputs"))
     try:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -56,6 +59,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
             f"{differences}. Give the model (--model-args, --num-classes) that it was saved from."
         )
     model.load_state_dict(found)
+    return meaning
 
 
 def make_predict_parser() -> argparse.ArgumentParser:
@@ -71,7 +75,17 @@ def make_predict_parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--to", default=None, help="the pyramidal TIFF to write; required if the model predicts per pixel"
     )
-    flags.add_argument("--kind", choices=KINDS, default="classes", help="what is stored of the model's scores")
+    flags.add_argument(
+        "--kind", choices=KINDS, default=None, help="what is stored; default: classes, or the scores of a regression"
+    )
+    flags.add_argument(
+        "--activation",
+        choices=[activation or "none" for activation in ACTIVATIONS],
+        default=None,
+        help="softmax: one class out of several; sigmoid: a map for each label; none: amounts; default: as the loss of "
+        "the checkpoint says",
+    )
+    flags.add_argument("--class-names", default=None, help="comma-separated, written into the file of the prediction")
     flags.add_argument("--memory-mb", type=options.parse_positive, default=1000, help="memory limit of each rank")
     flags.add_argument(
         "--tile-px", type=options.parse_positive, default=None, help="side of the tiles, regardless of --memory-mb"
@@ -91,8 +105,12 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """
     chosen = make_predict_parser().parse_args(arguments)
     model = run_on_all(world, lambda: options.build_model(chosen), PlanError)
+    meaning = OutputMeaning.UNKNOWN
     if chosen.weights is not None:
-        run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
+        meaning = run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
+    if chosen.activation is not None:
+        meaning = choose_meaning(None if chosen.activation == "none" else chosen.activation)
+    kind = choose_kind(chosen.kind, meaning)
     box = None
     if chosen.region is not None:
         parts = chosen.region.split(",")
@@ -104,8 +122,10 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     region = run_on_all(world, lambda: make_padded_region(open_image(chosen.image), box, chosen.level))
     recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
     ask = PredictionRequest(
-        region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px, needs_pixels=chosen.to is not None
+        region, kind, meaning, chosen.memory_mb * 10**6, chosen.tile_px, needs_pixels=chosen.to is not None
     )
+    channels = recipe.graph.specs[recipe.graph.prediction].shape[1:2]
+    names = name_classes(kind, meaning, *(channels or [1]), chosen.class_names and chosen.class_names.split(","))
     output_px = recipe.graph.specs[recipe.graph.prediction].shape[-2:]
 
     def make_sink(shape: Shape, dtype: np.dtype[Any]) -> TileSink:
@@ -114,7 +134,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
                 f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
                 "such as --to prediction.tif."
             )
-        return make_pyramid(Path(chosen.to), region, chosen.kind, output_px, shape, dtype)
+        return make_pyramid(Path(chosen.to), region, kind, output_px, names, shape, dtype)
 
     sweep = TiledPredictor(world, recipe, ask, make_sink)
     if chosen.weights is None and not world.rank:

@@ -1,5 +1,8 @@
 """Write a prediction as a tiled, pyramidal TIFF in bounded memory; the file appears completely or not at all.
 
+A map of classes has a palette and the names of its classes, so that any viewer shows it in colours; its numbers
+stay the classes. A small one can be a PNG.
+
 A TIFF needs its tiles in order. So tiles are kept uncompressed in a scratch file in the same folder until all have
 arrived. The scratch file has no name, so that it vanishes whatever happens. Its space is reserved, and that of the TIFF
 is looked for, before the first tile is computed.
@@ -12,7 +15,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,18 @@ from typing import Any
 import numpy as np
 import tifffile
 from numpy.typing import NDArray
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from engines.comm.status_board import get_status_board
 from engines.formatting import format_bytes
+from engines.inference.class_map import ClassMap, find_pitches, halve_classes, make_colours
 from engines.inference.rank_predictor import PaddedRegion
-from engines.inference.tile_stitcher import Shape
+from engines.inference.tile_stitcher import ArraySink, Shape
 from engines.spatial.tiles import Span, Tile
 
 TILE_PX, GROUP_PX = 256, 4096  # side of a tile of the file; width of a row of tiles that is read at once
+MOST_PNG_PX = 1 << 29
 SMALLEST_PX = 512  # longest side of the coarsest level
 
 
@@ -69,22 +77,24 @@ class _ScratchArray:
 class PyramidSink:
     """Sink that collects tiles of an image of `shape` and writes them as the TIFF file at `path`.
 
-    `microns_per_px` is written if known. With `mixes`, pixels of coarser levels are means of 2 x 2 pixels; otherwise,
-    for class numbers, one of the four. Raises OSError if space is lacking, the folder is not there or not writable, or
+    `microns_per_px` is written if known, and `classes` as the file's description, with a palette for one number per
+    pixel. With `mixes`, pixels of coarser levels are means of 2 x 2 pixels; otherwise, for class numbers, the most
+    frequent of the four. Raises OSError if space is lacking, the folder is not there or not writable, or
     the name is not that of a TIFF.
     """
 
     def __init__(
-        self, path: Path, shape: Shape, dtype: np.dtype[Any], microns_per_px: float | None = None, mixes: bool = False
+        self,
+        path: Path,
+        shape: Shape,
+        dtype: np.dtype[Any],
+        microns_per_px: float | None = None,
+        mixes: bool = False,
+        classes: ClassMap | None = None,
     ) -> None:
         self.path, self.dtype, self.microns_per_px = path, dtype, microns_per_px
-        self.mixes = mixes
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
-        if path.suffix.lower() not in (".tif", ".tiff"):
-            raise OSError(f"{path} ends in {path.suffix!r}, but a prediction is written as TIFF: end it in .tif.")
-        if not path.parent.is_dir():
-            raise NotADirectoryError(f"{path}: {path.parent} is no folder. Make it, or write to another.")
+        self.mixes, self.classes = mixes, classes
+        _check_path(path, (".tif", ".tiff"), "TIFF: end it in .tif")
         self.raw = _ScratchArray(path.parent, shape, dtype)
         # The fullest moment of `_write_file`: the finest level as a page, and the next one's scratch file beside it.
         needed, free = 5 * math.prod(shape) * dtype.itemsize // 4, shutil.disk_usage(path.parent).free
@@ -101,21 +111,10 @@ class PyramidSink:
 
     def finish(self) -> str:
         """Write the file under a temporary name, rename it when it is complete, and return its path."""
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
-        os.close(handle)
         try:
-            self._write_file(name)
-            # Temporary files are private; this one gets the mode of any new file. The mask can only be read by setting
-            # it.
-            mask = os.umask(0)
-            os.umask(mask)
-            Path(name).chmod(0o666 & ~mask)
-            Path(name).replace(self.path)
+            return _publish(self.path, self._write_file)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()
             self.close()
-        return str(self.path)
 
     def close(self) -> None:
         """Close the scratch file, which frees its space."""
@@ -135,23 +134,25 @@ class PyramidSink:
                     coarser = _write_halved(self.raw, self.path.parent, self.mixes)
                     self.raw.file.close()
                     self.raw = coarser
-                resolution: dict[str, Any] = {}
+                settings: dict[str, Any] = {"photometric": "minisblack", "planarconfig": "contig"}
+                if self.classes is not None and self.classes.names and self.raw.shape[2] == 1:
+                    settings = {"photometric": "palette", "colormap": _make_palette(self.classes, self.dtype)}
+                if self.classes is not None and not level:
+                    settings["description"] = self.classes.to_text()
                 if self.microns_per_px is not None:
                     per_cm = 1e4 / (self.microns_per_px * 2**level)
-                    resolution = {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
+                    settings |= {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
                 writer.write(
                     _read_tiles(self.raw),
                     shape=self.raw.shape[:2] if self.raw.shape[2] == 1 else self.raw.shape,
                     dtype=self.dtype,
                     tile=(TILE_PX, TILE_PX),
                     compression="zlib",
-                    photometric="minisblack",
-                    planarconfig="contig",
                     metadata=None,
                     maxworkers=1,
                     subifds=levels if not level else None,
                     subfiletype=int(level > 0),
-                    **resolution,
+                    **settings,
                 )
             writer.filehandle.flush()
             # Before the rename: after a crash, a file of this name is complete.
@@ -159,16 +160,84 @@ class PyramidSink:
 
 
 def make_pyramid(
-    path: Path, region: PaddedRegion, kind: str, output_px: Sequence[int], shape: Shape, dtype: np.dtype[Any]
-) -> PyramidSink:
-    """Return the sink that writes the prediction of a region to `path`.
+    path: Path,
+    region: PaddedRegion,
+    kind: str,
+    output_px: Sequence[int],
+    names: Sequence[str],
+    shape: Shape,
+    dtype: np.dtype[Any],
+) -> PyramidSink | PngSink:
+    """Return the sink that writes the prediction of a region to `path`, as TIFF or, if it ends in .png, as PNG.
 
     `output_px` are height and width of the model's output for the padded region; `shape` is what is written of it.
+    `names` are those of the classes (see `name_classes`).
     """
-    known = region.picture.microns_per_px
+    known, pitch = region.picture.microns_per_px, find_pitches(region.size_px, output_px)
     # Not by the sides that are written, which are rounded up: 1000 px at stride 32 have 32 rows of 32 px each.
-    scaled = None if known is None else known * region.size_px[0] / output_px[0]
-    return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
+    scaled = None if known is None or pitch is None else known * pitch[0]
+    box, level = getattr(region.picture, "box", None), getattr(region.picture, "level", 0)
+    classes = ClassMap(tuple(names), box, level, pitch)
+    if path.suffix.lower() == ".png":
+        return PngSink(path, shape, dtype, classes)
+    return PyramidSink(path, shape, dtype, scaled, kind != "classes", classes)
+
+
+class PngSink(ArraySink):
+    """Sink that holds a map of classes in memory and writes it as a PNG with a palette. Raises OSError as others do."""
+
+    def __init__(self, path: Path, shape: Shape, dtype: np.dtype[Any], classes: ClassMap) -> None:
+        _check_path(path, (".png",), "PNG: end it in .png")
+        if not classes.names or shape[2] != 1 or dtype != np.uint8:
+            raise OSError(
+                f"{path} would hold {shape[2]} numbers of {dtype} per pixel, but a PNG takes a map of at most 256 "
+                "classes. Write a TIFF: end it in .tif."
+            )
+        if math.prod(shape) > MOST_PNG_PX:
+            raise OSError(f"{path}: {shape[0]} x {shape[1]} px are too many for a PNG. Write a TIFF: end it in .tif.")
+        super().__init__(shape, dtype)
+        self.path, self.classes = path, classes
+
+    def finish(self) -> str:  # type: ignore[override]
+        """Write the file under a temporary name, rename it when it is complete, and return its path."""
+        image = Image.fromarray(self.whole[..., 0], "P")
+        image.putpalette(make_colours(len(self.classes.names)).tobytes())
+        info = PngInfo()
+        info.add_text("Description", self.classes.to_text())
+        return _publish(self.path, partial(image.save, format="PNG", pnginfo=info))
+
+
+def _make_palette(classes: ClassMap, dtype: np.dtype[Any]) -> NDArray[np.uint16]:
+    """Return TIFF's palette, (3, 256 or 65536) in 16 bits; black where there is no class."""
+    palette = np.zeros((3, 1 << 8 * dtype.itemsize), np.uint16)
+    palette[:, : len(classes.names)] = make_colours(len(classes.names)).T.astype(np.uint16) * 257
+    return palette
+
+
+def _check_path(path: Path, endings: Sequence[str], kind: str) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
+    if path.suffix.lower() not in endings:
+        raise OSError(f"{path} ends in {path.suffix!r}, but a prediction is written as {kind}.")
+    if not path.parent.is_dir():
+        raise NotADirectoryError(f"{path}: {path.parent} is no folder. Make it, or write to another.")
+
+
+def _publish(path: Path, write: Callable[[str], object]) -> str:
+    """Let `write` write a temporary file beside `path`, rename it when it is complete, and return the path."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        write(name)
+        # Temporary files are private; this one gets the mode of any new file. The mask can only be read by setting it.
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(name).chmod(0o666 & ~mask)
+        Path(name).replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+    return str(path)
 
 
 def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
@@ -191,7 +260,7 @@ def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
 
 
 def _write_halved(raw: _ScratchArray, folder: Path, mixes: bool) -> _ScratchArray:
-    """Return means of 2 x 2 pixels, or every other pixel; a last odd row or column is repeated."""
+    """Return means of 2 x 2 pixels, or their most frequent classes; a last odd row or column is repeated."""
     height, width = (-(-px // 2) for px in raw.shape[:2])
     coarser = _ScratchArray(folder, (height, width, raw.shape[2]), raw.dtype)
     for block in _split_blocks(coarser.shape, TILE_PX, GROUP_PX):
@@ -206,5 +275,5 @@ def _write_halved(raw: _ScratchArray, folder: Path, mixes: bool) -> _ScratchArra
             mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4
             coarser.write(block, (mean if pixels.dtype.kind == "f" else np.rint(mean)).astype(pixels.dtype))
         else:  # a mean of classes 1 and 3 would be class 2
-            coarser.write(block, pixels[::2, ::2])
+            coarser.write(block, halve_classes(pixels))
     return coarser

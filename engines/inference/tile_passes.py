@@ -1,10 +1,11 @@
 """Prediction tile by tile, for an image larger than the memory of all ranks together.
 
 The tiles are those of a plan with more tiles than ranks, with all layers fused from the image on: a tile reads its
-window of the image, and nothing is exchanged. Only a sum over the image (a global pool, the statistics of a norm) needs
-all tiles before the computation can continue. The image is therefore passed over once for each sum that depends on
-another sum, and a last time for the prediction. Only the sums are kept between passes; the rest is recomputed.
-The number of tiles is such that the memory of each pass, which is estimated before it runs, is within a bound.
+window of the image, and nothing is exchanged. Only a sum over the image (a global pool, the statistics of a norm, the
+maxima of all tiles side by side) needs all tiles before the computation can continue. The image is therefore passed
+over once for each sum that depends on another sum, and a last time for the prediction. Only the sums are kept between
+passes; the rest is recomputed. The number of tiles is such that the memory of each pass, which is estimated before it
+runs, is within a bound.
 """
 
 from __future__ import annotations
@@ -298,6 +299,8 @@ def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
             # Added to the peak, since the pass's tensors are still held when its scores are converted.
             channels = graph.specs[graph.prediction].shape[1]
             taken += turn.prediction.tile.pixels * (_CLASS_BYTES + _SCORE_BYTES * channels)
+        # A sum is held until all tiles are added, and once more while the ranks add theirs.
+        taken += 2 * sum(each.spec.bytes for each in turn.sums)
         if turn.window is not None and turn.window.tile is not None:
             # A maximum and no sum: the pixels are bytes no longer when the pass begins.
             taken = max(taken, _READ_BYTES * turn.window.tile.pixels)

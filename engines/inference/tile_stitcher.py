@@ -14,6 +14,7 @@ from torch import Tensor
 from engines.comm.world import Message, World, run_on_all
 from engines.errors import TraceError
 from engines.graph.model_graph import TensorSpec
+from engines.graph.output_meaning import OutputMeaning, compute_classes, compute_probabilities
 from engines.inference.rank_predictor import PaddedRegion
 from engines.program.program import ShardSpec
 from engines.spatial.tiles import Grid, Tile
@@ -64,54 +65,53 @@ class ArraySink:
 KINDS = ("classes", "probabilities", "scores")
 
 
-def get_output_dtype(kind: str, channels: int, computed: str = "float32") -> np.dtype[Any]:
+def get_output_dtype(kind: str, channels: int, meaning: OutputMeaning, computed: str = "float32") -> np.dtype[Any]:
     """Return the dtype of the output: uint8, or uint16 for more than 256 classes; scores are float32 or float64.
 
     `computed` is the dtype in which the model computes; scores in half precision are kept as float32.
     """
     if kind == "scores":
         return np.dtype(np.float64 if computed == "float64" else np.float32)
-    return np.dtype(np.uint16 if kind == "classes" and channels > 256 else np.uint8)
+    many = kind == "classes" and meaning is OutputMeaning.CLASSES and channels > 256
+    return np.dtype(np.uint16 if many else np.uint8)
 
 
-def get_output_channels(kind: str, channels: int) -> int:
+def get_output_channels(kind: str, channels: int, meaning: OutputMeaning) -> int:
     """Return how many numbers are kept for each pixel if the model has `channels` outputs."""
-    return 1 if kind == "classes" else channels
+    return 1 if kind == "classes" and meaning is OutputMeaning.CLASSES else channels
 
 
-def compute_probabilities(scores: Tensor) -> Tensor:
-    """Return the probabilities of (N, K, ...) scores: softmax over K classes, or the logistic function if K is 1."""
-    scores = scores.float() if scores.element_size() < 4 else scores
-    return scores.sigmoid() if scores.shape[1] == 1 else scores.softmax(1)
-
-
-def convert_pixel_scores(scores: Tensor, kind: str) -> NDArray[Any]:
+def convert_pixel_scores(scores: Tensor, kind: str, meaning: OutputMeaning) -> NDArray[Any]:
     """Convert (1, K, h, w) scores to an (h, w, C) array on the host.
 
-    `classes`: C is 1, the class with the highest score (of one score: 1 where it is above 0). `probabilities`: C is K,
-    scaled to 0 to 255. `scores`: C is K.
+    `classes`: C is 1, the class with the highest score; of labels C is K, 1 for each label that is there.
+    `probabilities`: C is K, scaled to 0 to 255. `scores`: C is K.
     """
     channels = scores.shape[1]
     if kind == "classes":
-        found = (scores > 0) if channels == 1 else scores.argmax(1, keepdim=True)
+        found = compute_classes(scores, meaning)
     elif kind == "probabilities":
-        found = compute_probabilities(scores).mul(255).round_()
+        found = compute_probabilities(scores, meaning).mul(255).round_()
     else:
         found = scores
     # Only what is kept crosses to the host: for classes, one number per pixel instead of K scores.
     made = found[0].permute(1, 2, 0).cpu()
     made = made.float() if made.is_floating_point() and made.element_size() < 4 else made
     return np.ascontiguousarray(
-        made.numpy(), get_output_dtype(kind, channels, str(scores.dtype).removeprefix("torch."))
+        made.numpy(), get_output_dtype(kind, channels, meaning, str(scores.dtype).removeprefix("torch."))
     )
 
 
-def convert_image_scores(scores: Tensor, kind: str) -> Any:
-    """Convert the (K,) scores of one image, or its one score (), to its class, or the probabilities or scores."""
+def convert_image_scores(scores: Tensor, kind: str, meaning: OutputMeaning) -> Any:
+    """Convert the (K,) scores of one image, or its one score (), to its class, or the probabilities or scores.
+
+    The classes of several labels are a tensor of K zeros and ones.
+    """
     scores = scores if scores.dim() else scores[None]
     if kind == "classes":
-        return int(scores > 0) if scores.shape[0] == 1 else int(scores.argmax(0))
-    return compute_probabilities(scores[None])[0] if kind == "probabilities" else scores
+        classes = compute_classes(scores[None], meaning).flatten()
+        return int(classes) if classes.numel() == 1 else classes
+    return compute_probabilities(scores[None], meaning)[0] if kind == "probabilities" else scores
 
 
 _TAG = 2
@@ -132,6 +132,7 @@ class TileStitcher:
         feed: ShardSpec,
         region: PaddedRegion,
         kind: str,
+        meaning: OutputMeaning,
         sink: MakeSink,
     ) -> None:
         if feed.axes != (-2, -1) or len(spec.shape) != 4:
@@ -142,8 +143,8 @@ class TileStitcher:
         self.world, self.grid, self.size_px = world, grid, spec.shape[-2:]
         sides = zip(region.picture_px, self.size_px, region.size_px, strict=True)
         self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # without the padding
-        self.channels = get_output_channels(kind, spec.shape[1])
-        self.dtype = get_output_dtype(kind, spec.shape[1], spec.dtype)
+        self.channels = get_output_channels(kind, spec.shape[1], meaning)
+        self.dtype = get_output_dtype(kind, spec.shape[1], meaning, spec.dtype)
         self.late = ""  # first error of the sink, raised by `check`
         height, width = self.out_px
         shape = height, width, self.channels

@@ -33,6 +33,7 @@ from engines.comm.device import (
 from engines.comm.world import World, run_on_all
 from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_bytes, format_number, format_seconds
+from engines.graph.output_meaning import OutputMeaning
 from engines.inference.rank_predictor import PaddedRegion, find_state
 from engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
 from engines.inference.tile_stitcher import (
@@ -52,12 +53,13 @@ from engines.train.training import copy_state_tensor
 class PredictionRequest:
     """What to predict for each pixel (`kind`: classes, probabilities or scores), within `memory_bytes` on any rank.
 
-    `side_px` fixes the tiles' side, whatever memory they take. With `needs_pixels`, as for a file, a model that answers
-    once for the whole image is refused.
+    `meaning` is that of the model's channels. `side_px` fixes the tiles' side, whatever memory they take. With
+    `needs_pixels`, as for a file, a model that answers once for the whole image is refused.
     """
 
     region: PaddedRegion
     kind: str = "classes"
+    meaning: OutputMeaning = OutputMeaning.CLASSES
     memory_bytes: int = 10**9
     side_px: int | None = None
     needs_pixels: bool = False
@@ -127,7 +129,7 @@ class TiledPredictor:
             self.walks = [turn for _, turn in iterate_passes(self.turns)]
             spec, feed = graph.specs[graph.prediction], self.walks[-1].prediction
             if feed is not None:  # else the model answers once for the image, after the last pass
-                self.mosaic = TileStitcher(world, self.turns.grid, spec, feed, ask.region, ask.kind, sink)
+                self.mosaic = TileStitcher(world, self.turns.grid, spec, feed, ask.region, ask.kind, ask.meaning, sink)
             elif ask.needs_pixels:
                 raise PlanError(
                     f"The model answers once for the whole image, with {spec.shape}, which is returned and not written "
@@ -204,9 +206,9 @@ class TiledPredictor:
                 return None
             scores = worker.peek(self.graph.prediction)
             if turn.prediction is None:
-                self.answer = convert_image_scores(scores[0].cpu(), self.ask.kind)
+                self.answer = convert_image_scores(scores[0].cpu(), self.ask.kind, self.ask.meaning)
                 return None
-            return convert_pixel_scores(scores, self.ask.kind)
+            return convert_pixel_scores(scores, self.ask.kind, self.ask.meaning)
 
     def finish(self) -> TiledPrediction:
         """Return the prediction; only rank 0 has the sink's result. Raises ImageError on every rank if it fails."""

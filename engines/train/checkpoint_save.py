@@ -20,6 +20,7 @@ from engines.comm.status_board import get_status_board
 from engines.comm.world import TENSOR_TAG, Message, World, run_on_all
 from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
+from engines.graph.output_meaning import find_output_meaning
 from engines.train.checkpoint_files import FORMAT, CheckpointWriter, check_writable, count_file_bytes, get_tensor_spec
 from engines.train.checkpoint_reader import STATE, get_tensor_file
 from engines.train.checkpoint_state import WeightState, collect_weight_states, encode_value
@@ -150,6 +151,7 @@ class _CheckpointContents:
             "seed": worker.seed,
             "precision": plan.precision,
             "plan": asdict(plan),
+            "outputs": find_output_meaning(training.graph).name.lower(),
             "model": {"tensors": len(self.files[get_tensor_file("model")])},
             "files": dict(written),
             "optimiser": {"kind": optimiser, "options": options, "weights": weights} if optimiser else None,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from engines.comm.device import choose_autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError, TraceError
-from engines.graph.labels import has_accuracy
 from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
+from engines.graph.output_meaning import find_output_meaning
 from engines.graph.trace import StateNames, trace
 from engines.graph.trace_cache import Loss
 from engines.graph.whole_loss import ImageWeights, compute_mean_loss
@@ -207,7 +207,7 @@ class HeldOutSet:
         self, ask: PredictImages, bad: dict[int, str], loss: Loss
     ) -> Iterator[tuple[list[tuple[float, float]], Counts]]:
         """Yield each step's (loss, weight) by image, and its counts; both empty if `ask` returns no predictions."""
-        graph, judged = self.forward.graph, has_accuracy(self.recipe.graph)
+        graph, meaning = self.forward.graph, find_output_meaning(self.recipe.graph)
         owned = dict(self.recipe.state)
         if isinstance(loss, nn.Module):
             owned |= {f"{LOSS}{name}": tensor for name, tensor in (*loss.named_buffers(), *loss.named_parameters())}
@@ -225,7 +225,7 @@ class HeldOutSet:
             found = [
                 (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
             ]
-            yield found, count_predictions(whole, labels) if judged else Counts()
+            yield found, count_predictions(whole, labels, meaning)
 
     def _predict_steps(self, ask: PredictImages, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[PredictedBatch]]]:
         """Yield the predictions of all images in order, step by step. Copies of the last image fill the last step."""

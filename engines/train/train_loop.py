@@ -11,8 +11,8 @@ from typing import Protocol
 from engines.comm.status_board import get_status_board
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, TraceError
-from engines.graph.labels import has_accuracy
 from engines.graph.model_graph import TensorSpec
+from engines.graph.output_meaning import find_output_meaning
 from engines.graph.stages import cut_stages, find_layers
 from engines.graph.trace_cache import TraceCache
 from engines.images.dataset import LabelledImages, find_ignored_label
@@ -178,8 +178,8 @@ def collect_stats(
 ) -> tuple[StepReport, RankStepStats]:
     """Return this rank's report and statistics of a completed step."""
     counts = Counts()
-    evaluated = parts.items() if has_accuracy(training.graph) else ()
-    for number, part in evaluated:
+    meaning = find_output_meaning(training.graph)
+    for number, part in parts.items():
         if "labels" not in part:
             continue
         way = training.program.get_direction_program(number)
@@ -187,7 +187,7 @@ def collect_stats(
         # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
         if way.prediction is not None and (own or way.seeds_loss):
             scores = training.worker.peek(way.prediction, number).detach()
-            counts += count_predictions(scores, part["labels"].to(scores.device))
+            counts += count_predictions(scores, part["labels"].to(scores.device), meaning)
     return training.report, RankStepStats(images, seconds, training.report.losses, counts)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engines.errors import PlanError
 from engines.formatting import FactTable, format_number, format_percent, format_seconds
+from engines.graph.output_meaning import OutputMeaning, compute_classes
 from engines.images.regular_file import read_bounded
 
 # The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up.
@@ -79,28 +80,36 @@ class Scores:
     bad: tuple[str, ...] = ()
 
 
-def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
-    """Count (N, C, ...) scores against labels (N, ...) or (N, 1, ...), integers or not.
+def count_predictions(scores: Tensor, labels: Tensor, meaning: OutputMeaning = OutputMeaning.CLASSES) -> Counts:
+    """Count (N, C, ...) scores against labels, integers or not.
 
-    A single score (C = 1) predicts class 1 if it is above 0. Labels that are no class are not counted, and nothing is
-    counted if the shapes do not match.
+    Of classes, labels are (N, ...) or (N, 1, ...). Of C independent labels, they are (N, C, ...), and each is counted
+    by itself, as absent or present; class numbers (N, ...) are compared with the highest score. Labels that are no
+    class are not counted, and nothing is counted if the shapes do not match, or the scores stand for no classes.
     """
-    if scores.dim() < 2:
+    if scores.dim() < 2 or meaning in (OutputMeaning.AMOUNTS, OutputMeaning.UNKNOWN):
         return Counts()
+    if meaning is not OutputMeaning.CLASSES and (labels.shape == scores.shape or scores.shape[1] == 1):
+        # One channel for each label: pairs of (absent, present), whatever the label.
+        labels = labels.unsqueeze(1) if labels.shape == (*scores.shape[:1], *scores.shape[2:]) else labels
+        present = compute_classes(scores, meaning)
+        return _count(present, labels, 2, labels.dim() > 2) if labels.shape == scores.shape else Counts()
     shape = (*scores.shape[:1], *scores.shape[2:])
     if labels.shape == (shape[0], 1, *shape[1:]):
         labels = labels[:, 0]
     if labels.shape != shape:
         return Counts()
-    classes = max(scores.shape[1], 2)
-    guess = scores.argmax(1) if scores.shape[1] > 1 else (scores[:, 0] > 0).long()
+    return _count(scores.argmax(1), labels, scores.shape[1], labels.dim() > 1)
+
+
+def _count(guess: Tensor, labels: Tensor, classes: int, of_pixels: bool) -> Counts:
     truth = labels.to(guess)
     judged = (truth >= 0) & (truth < classes)
     guess, truth = guess[judged], truth[judged]
     # Three histograms over the classes: right, predicted, true.
     each = (guess[guess == truth], guess, truth)
     found = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in each)
-    return Counts(*found, labels.dim() > 1)
+    return Counts(*found, of_pixels)
 
 
 # The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary.

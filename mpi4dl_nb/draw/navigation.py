@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from engines.images.picture import crop_picture
 from engines.images.picture_reader import Picture, Pixels, make_thumbnail
 from engines.spatial.tiles import Grid, Span, Tile
 from mpi4dl_nb.draw.halo_points import HaloPoint
@@ -54,6 +55,13 @@ class RasterCache:
         there = Image.fromarray(self.picture.read(y0, x0, rows, cols))
         box = (left - x0, top - y0, right - x0, bottom - y0)
         return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
+
+
+def make_nameless(picture: Picture) -> Picture:
+    """Return a view of the picture that does not know the name of its file."""
+    view = crop_picture(picture, 0, 0, *picture.shape())
+    view.name = "picture"
+    return view
 
 
 # Tiles of the picture's pyramid, encoded for a page that shows as much of it as is in view.

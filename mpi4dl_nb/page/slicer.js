@@ -8,9 +8,9 @@ import { PixelReader } from "./pixel_reader.js";
 import { TileCache } from "./pyramid.js";
 import { countPixels, scaleRectangle } from "./rectangles.js";
 import { Scene } from "./scene.js";
-import { describePlace, listTileLines, makePieceList } from "./slicer_words.js";
+import { describePlace, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
 import {
-  findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues,
+  findHalo, paintCursor, paintLabels, paintPicture, paintPrediction, paintScale, paintTiles, paintValues,
 } from "./slicing_paint.js";
 
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
@@ -39,12 +39,14 @@ class SlicerView {
     this.observers = [
       ["change:facts change:numbers", () => this.readFacts()],
       ["change:layer change:tile change:reading change:fields", () => this.refresh()],
-      ["change:preview", () => this.readPreview()],
+      ["change:preview change:overlay", () => this.readPictures()],
+      ["change:overlaid", () => this.refresh()],
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
     this.observers.forEach(([events, observer]) => model.on(events, observer));
     this.stopWatching = watchTheme(this.scene.requestPaint);
-    this.readPreview();
+    if (this.facts.picture.saved) this.readPictures();
+    else model.send({ pictures: true });
     this.refresh();
   }
 
@@ -71,6 +73,7 @@ class SlicerView {
     for (const [reading, text] of Object.entries(READINGS)) {
       this.switches[reading] = add(text, () => this.set("reading", reading), "key c switches between the two");
     }
+    this.switches.overlaid = add("predicted map", () => this.set("overlaid", !this.model.get("overlaid")), "key o");
     this.switches.fields = add("receptive fields", () => this.set("fields", !this.model.get("fields")), "key f");
     return bar;
   }
@@ -90,12 +93,19 @@ class SlicerView {
     if (this.scene) this.refresh();
   }
 
-  async readPreview() {
-    this.preview = await createImageBitmap(new Blob([this.model.get("preview")]));
+  readPictures() {
+    return this.takePictures(["preview", "overlay"].map((name) => this.model.get(name)));
+  }
+
+  /** Show the whole picture and the predicted map over it, if there is one: two image files. */
+  async takePictures(files) {
+    const decode = (bytes) => (bytes.byteLength ? createImageBitmap(new Blob([bytes])) : undefined);
+    [this.preview, this.overlay] = await Promise.all(files.map(decode));
     this.scene.requestPaint();
   }
 
   async receive(content, buffers) {
+    if (content.pictures) await this.takePictures(buffers);
     if (!content.tiles) return;
     await Promise.all(content.tiles.map((tile, index) => this.takeTile(tile, buffers[index], content.trouble)));
     this.scene.requestPaint();
@@ -143,9 +153,12 @@ class SlicerView {
     this.strip.box.hidden = !facts.net.length;
     this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
     for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
-    this.switches.fields.setAttribute("aria-pressed", this.model.get("fields"));
+    for (const name of ["fields", "overlaid"]) this.switches[name].setAttribute("aria-pressed", this.model.get(name));
+    this.switches.overlaid.hidden = !facts.prediction;
     const lines = listTileLines(table, tile, reading, facts.remarks).map((text) => makeElement("p", { text }));
-    this.words.replaceChildren(...lines, ...(reading === "layer" ? [makePieceList(table, tile, facts.colours)] : []));
+    const lists = reading === "layer" ? [makePieceList(table, tile, facts.colours)] : [];
+    if (facts.prediction && this.model.get("overlaid")) lists.unshift(makeClassList(facts.prediction.classes));
+    this.words.replaceChildren(...lines, ...lists);
     if (this.scene.cursor) this.scene.lookAt(...this.scene.cursor); // what is there may be another pixel now
     this.scene.requestPaint();
   }
@@ -155,6 +168,8 @@ class SlicerView {
   paint(context, scene) {
     const { picture, colours } = this.facts;
     this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
+    const { overlay, facts } = this;
+    if (overlay && this.model.get("overlaid")) paintPrediction(context, scene, overlay, facts.prediction.edges);
     const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
     paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, this.table, this.tile);
@@ -215,6 +230,7 @@ class SlicerView {
       h: () => this.showSeam(),
       c: () => this.set("reading", this.model.get("reading") === "layer" ? "picture" : "layer"),
       f: () => this.set("fields", !this.model.get("fields")),
+      o: () => this.set("overlaid", !this.model.get("overlaid")),
     };
     actions[key]?.();
     return key in actions;

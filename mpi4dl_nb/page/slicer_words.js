@@ -16,10 +16,18 @@ export function listTileLines(table, tile, reading, remarks) {
 /** Return a list of the pieces that a tile borrows, each beside the colour of its owner. */
 export function makePieceList(table, tile, colours) {
   const pieces = table.getBorrowed(tile).filter(({ text }) => text);
-  return makeElement("ul", { class: "mpi4dl-legend" }, ...pieces.map(({ source, text }) => {
-    const colour = chooseTileColour(source, table.facts.grid[1], colours);
-    return makeElement("li", {}, makeElement("span", { class: "chip", style: `background: ${colour}` }), text);
-  }));
+  return makeColourList(pieces.map(({ source, text }) =>
+    ({ text, colour: chooseTileColour(source, table.facts.grid[1], colours) })));
+}
+
+/** Return the legend of a predicted map: its classes, each beside its colour. */
+export function makeClassList(classes) {
+  return makeElement("div", {}, makeElement("p", { text: "Predicted classes, drawn over the picture:" }), makeColourList(classes));
+}
+
+function makeColourList(items) {
+  return makeElement("ul", { class: "mpi4dl-legend" }, ...items.map(({ text, colour }) =>
+    makeElement("li", {}, makeElement("span", { class: "chip", style: `background: ${colour}` }), text)));
 }
 
 /**

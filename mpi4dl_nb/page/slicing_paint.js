@@ -29,6 +29,21 @@ export function paintPicture(context, scene, picture, cache, preview) {
   return wanted;
 }
 
+/** Paint a predicted map translucently over its [top, left, bottom, right], as far as the picture goes. */
+export function paintPrediction(context, scene, image, place) {
+  const { transform, size } = scene;
+  const [top, left, bottom, right] = toScreenRectangle(place, transform);
+  const [y0, x0, y1, x1] = toScreenRectangle([0, 0, size[1], size[0]], transform);
+  context.save();
+  context.beginPath();
+  context.rect(x0, y0, x1 - x0, y1 - y0);
+  context.clip();
+  context.globalAlpha = 0.5;
+  context.imageSmoothingEnabled = false;
+  context.drawImage(image, left, top, right - left, bottom - top);
+  context.restore();
+}
+
 function drawTile(context, transform, tile, image, size) {
   const [left, top, width, height] = getTileRectangle(tile, size);
   // Edges on whole pixels of the screen: neighbours would show a seam between them otherwise.

@@ -47,7 +47,8 @@ class StepperView {
     this.stopWatching = watchTheme(() => this.resize());
     this.connect();
     this.take();
-    if (model.get("meta").number) model.send({ history: true });
+    if (!this.setup.saved) model.send({ newest: true });
+    else if (model.get("meta").number) model.send({ history: true });
   }
 
   connect() {
@@ -77,6 +78,12 @@ class StepperView {
   }
 
   receive(content, buffers) {
+    if (content.frame) {
+      const isFirst = !this.frame;
+      this.player.take(content.frame, buffers[0]);
+      this.plan();
+      if (isFirst && content.frame.number) this.model.send({ history: true });
+    }
     if (content.history) this.player.takeHistory(content.history, buffers);
     if (content.refused) {
       this.player.refuse();

@@ -17,8 +17,10 @@ from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
 from engines.formatting import describe_unknown, format_bytes
+from engines.graph.output_meaning import choose_kind, choose_meaning
 from engines.images.dataset import LabelledImages, cast_numbers, check_classes
 from engines.images.picture import Source, open_image
+from engines.inference.class_map import name_classes
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import (
     join_predictions,
@@ -138,23 +140,28 @@ def predict_picture(
     to: str | PathLike[str] | None,
     region: Sequence[int] | None,
     level: int,
-    kind: str,
+    kind: str | None,
     memory_mb: int,
     progress: bool,
+    activation: str | None,
+    class_names: Sequence[str] | None,
 ) -> TiledPrediction:
     """Predict a region of a picture tile by tile on all ranks of the training."""
-    if kind not in KINDS:
-        raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
+    if kind is not None and kind not in KINDS:
+        raise PlanError(describe_unknown(f"kind={kind!r} is unknown", str(kind), KINDS))
+    meaning = choose_meaning(activation, training.recipe.graph)
+    kind = choose_kind(kind, meaning)
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
-    request = PredictionRequest(asked, kind, memory_mb * 10**6, needs_pixels=to is not None)
+    request = PredictionRequest(asked, kind, meaning, memory_mb * 10**6, needs_pixels=to is not None)
     spec, sink = recipe.graph.specs[recipe.graph.prediction], ArraySink
+    names = name_classes(kind, meaning, spec.shape[1] if len(spec.shape) > 1 else 1, class_names)
     if to is not None:
-        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:])
+        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:], names)
     if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
-        channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], spec.dtype)
-        size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels) * dtype.itemsize
+        channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], meaning, spec.dtype)
+        size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels, meaning) * dtype.itemsize
         if size > ARRAY_BYTES:
             raise PlanError(
                 f"The prediction of {asked.picture_px[0]} x {asked.picture_px[1]} px takes {format_bytes(size)}. "

@@ -321,9 +321,11 @@ class Training(TrainingHandle):
         to: str | Path | None = None,
         region: Sequence[int] | None = None,
         level: int = 0,
-        kind: str = "classes",
+        kind: str | None = None,
         memory_mb: int = 1000,
         progress: bool = True,
+        activation: str | None = "auto",
+        class_names: Sequence[str] | None = None,
     ) -> Any:
         """Predict with the current weights, in evaluation mode.
 
@@ -332,22 +334,32 @@ class Training(TrainingHandle):
         For a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
         of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes, but for the array
         that is returned if `to` names no file. A pixel's byte x is passed to the model as (x / 255 - 0.5) / 0.5, as for
-        images that ranks read in training. `kind` is `classes`, `probabilities` or `scores`. If the model predicts per
-        pixel, the result is an array (H, W) or (H, W, K), or the path of the pyramidal TIFF `to`, in the size of the
-        model's output (some models make sides even); otherwise it is a class, or a tensor (K,). `predicted` holds its
-        costs.
+        images that ranks read in training. `kind` is `classes`, `probabilities` or `scores`; by default classes, or the
+        scores of a regression. If the model predicts per pixel, the result is an array (H, W) or (H, W, K), or the path
+        of the pyramidal TIFF `to`, in the size of the model's output (some models make sides even); otherwise it is a
+        class, or a tensor (K,). `predicted` holds its costs.
+
+        What the K channels mean follows from the traced loss. With cross-entropy, one class is right: probabilities are
+        the softmax, and there is one map of classes. With binary cross-entropy, each channel is a label of its own:
+        probabilities are sigmoids, and there are K maps of 0 and 1. `activation` (`softmax`, `sigmoid`, or None for
+        outputs that stay as they are) says it instead of the loss, and must where the loss does not tell.
+
+        A file of classes has a palette and `class_names` (by default their numbers), so that any viewer shows it in
+        colours. Its numbers are the classes; a small one may be a PNG. `show_prediction` draws it over the slide.
 
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
         if isinstance(source, torch.Tensor | np.ndarray) and source.ndim == 4:  # (N, C, H, W)
-            asked = {"to": to is not None, "region": region is not None, "level": level != 0, "kind": kind != "classes"}
+            changed = {"to": to, "region": region, "level": level or None, "kind": kind, "class_names": class_names}
+            asked = {name: given is not None for name, given in changed.items()} | {"activation": activation != "auto"}
             if unread := [f"{name}=" for name, given in asked.items() if given]:
                 raise PlanError(
                     f"{', '.join(unread)} has no effect for a batch, of which all scores are returned. Leave it out, "
                     "or give a picture: a path, or an (H, W, 3) array of bytes."
                 )
             return predict_batch(self, source)
-        self.predicted = done = predict_picture(self, source, to, region, level, kind, memory_mb, progress)
+        asked = region, level, kind, memory_mb, progress, activation, class_names
+        self.predicted = done = predict_picture(self, source, to, *asked)
         return done.answer
 
     def forecast(self) -> Forecast:

@@ -146,12 +146,15 @@ class FigureView(PageView):
 
 
 STILL = "mpi4dl-still"  # class name, also in page.css
+NOT_SAVED = "The picture is not saved with the notebook: run this cell to see it."
 
 
 class StillFigure:
     """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot."""
 
     _still: DisplayHandle | None = None
+    save_picture = True
+    """Whether files that are saved contain the figure."""
 
     @property
     def figure(self) -> Drawing | None:
@@ -161,8 +164,7 @@ class StillFigure:
     def update_snapshot(self, kept: bool = False) -> None:
         """Replace the static figure in the page's file by the current one; if `kept`, live pages show it as well."""
         if self._still is not None:
-            figure = self.figure if kept else None
-            self._still.update(HTML(figure._repr_html_() if figure else self._snapshot_html))
+            self._still.update(HTML(self._saved_html if kept else self._snapshot_html))
 
     def close(self) -> None:
         """Close the widget with all its parts: one that stays open would keep the widget, and a cluster, in memory."""
@@ -171,9 +173,15 @@ class StillFigure:
         super().close()
 
     @property
+    def _saved_html(self) -> str:
+        """The figure, or a sentence in its place if it must not be saved."""
+        if not self.save_picture:
+            return f"<p>{escape(NOT_SAVED)}</p>"
+        return self.figure._repr_html_() if self.figure else ""
+
+    @property
     def _snapshot_html(self) -> str:
-        figure = self.figure._repr_html_() if self.figure else ""
-        return f'<div class="{STILL}">{figure}</div>'
+        return f'<div class="{STILL}">{self._saved_html}</div>'
 
     def _ipython_display_(self) -> None:
         """Display two outputs: a widget, and a static figure that page.css hides where the widget is live.
@@ -182,7 +190,7 @@ class StillFigure:
         A closed widget displays its figure only.
         """
         if self.comm is None:
-            display(HTML(self.figure._repr_html_() if self.figure else ""))
+            display(HTML(self._saved_html))
             return
         display(self._make_live_bundle() | {"text/plain": f"{type(self).__name__}, as it was:"}, raw=True)
         if self._still is None:
@@ -191,7 +199,7 @@ class StillFigure:
             self._still.display(HTML(self._snapshot_html))
 
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
-        return self._make_live_bundle() | ({"text/html": self.figure._repr_html_()} if self.figure else {})
+        return self._make_live_bundle() | ({"text/html": html} if (html := self._saved_html) else {})
 
     def _make_live_bundle(self) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_()

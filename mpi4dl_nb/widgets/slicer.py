@@ -35,9 +35,11 @@ from mpi4dl_nb.draw.navigation import (
     find_owner,
     is_picked,
     is_view,
+    make_nameless,
 )
 from mpi4dl_nb.draw.picture_reach import make_reach
 from mpi4dl_nb.draw.plain_text import cut_words
+from mpi4dl_nb.draw.prediction_map import PredictedMap, read_prediction
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_checkbox, make_dropdown
@@ -48,7 +50,7 @@ TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
     "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
     "Keys on the picture: + - 0 zoom, arrows move from pixel to pixel, t and T choose a tile, [ and ] a layer, "
-    "h the halo from close by, c the cumulative halo, f receptive fields."
+    "h the halo from close by, c the cumulative halo, f receptive fields, o a predicted map."
 )
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 SEEN = ["place", "picked", "layer", "tile", "reading", "fields", "facts"]
@@ -62,7 +64,11 @@ class SlicerView(PageView):
     `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
     its outputs read of the picture, through the windows of all layers). `place` is the view: row, column and side in
     pixels of the picture, or nothing for the whole. `picked` is the last clicked pixel of this layer: its row and
-    column in what the layer reads, and those in the layer's output.
+    column in what the layer reads, and those in the layer's output. `preview` is the whole picture and `overlay` the
+    predicted map over it, if any, which is shown while `overlaid`.
+
+    A notebook saves all of this. Unless `is_saved`, `preview` and `overlay` stay empty, and are sent to each page that
+    asks for them.
     """
 
     _esm = join_modules("slicer.js")
@@ -70,6 +76,8 @@ class SlicerView(PageView):
     facts = traitlets.Dict().tag(sync=True)
     numbers = traitlets.Bytes(b"").tag(sync=True)
     preview = traitlets.Bytes(b"").tag(sync=True)
+    overlay = traitlets.Bytes(b"").tag(sync=True)
+    overlaid = traitlets.Bool(True).tag(sync=True)
     layer = traitlets.Int(0).tag(sync=True)
     tile = traitlets.Int(0).tag(sync=True)
     reading = traitlets.Enum(["layer", "picture"], "layer").tag(sync=True)
@@ -77,9 +85,9 @@ class SlicerView(PageView):
     place = traitlets.List(traitlets.Int()).tag(sync=True)
     picked = traitlets.List(traitlets.Int()).tag(sync=True)
 
-    def __init__(self, picture: Picture, preview: bytes) -> None:
-        super().__init__(preview=preview)
-        self.picture = picture
+    def __init__(self, picture: Picture, preview: bytes, overlay: bytes, is_saved: bool) -> None:
+        super().__init__(**({"preview": preview, "overlay": overlay} if is_saved else {}))
+        self.picture, self._pictures = picture, [preview, overlay]
 
     @property
     def rules(self) -> PageRules:
@@ -91,11 +99,18 @@ class SlicerView(PageView):
                 "tile": lambda tile, state: 0 <= tile < len(layers[state["layer"]]["ranks"]),
                 "reading": lambda _reading, _: True,
                 "fields": lambda _fields, _: True,
+                "overlaid": lambda _overlaid, _: True,
                 "place": lambda place, _: not place or is_view(place, shape),
                 "picked": lambda picked, state: not picked or is_picked(picked, layers[state["layer"]]),
             },
-            requests={"tiles": Request(lambda tiles: are_tiles(tiles, self.picture), self._send_tiles)},
+            requests={
+                "tiles": Request(lambda tiles: are_tiles(tiles, self.picture), self._send_tiles),
+                "pictures": Request(lambda asked: asked is True, lambda _: self._send_pictures()),
+            },
         )
+
+    def _send_pictures(self) -> None:
+        self.send({"pictures": True}, self._pictures)
 
     def _send_tiles(self, tiles: Sequence[Sequence[int]]) -> None:
         for place in tiles:  # one message each: the page shows a tile when it has come
@@ -113,7 +128,9 @@ class Slicer(PageWidget):
     picture selects one of its layers that read beyond their tiles. A module is first traced at the picture's size,
     which takes seconds. `fused_halos` compares halos with and without fusion; `plan` is the plan with the selected
     fusion. Layer and tile can be set by code as well (`slicer.layer.value = 3`), and `figure` is what is seen, drawn by
-    `show_slicing`. Raises PlanError, TraceError or ImageError.
+    `show_slicing`. `prediction` is a predicted map of classes, shown over the picture; its place and `class_names` are
+    those of `show_prediction`. A notebook that is saved contains a readable picture and the file's name; not so with
+    `save_picture=False`, where only a running kernel shows them. Raises PlanError, TraceError or ImageError.
 
     >>> from engines.images.sample_data import immunohistochemistry
     >>> from engines.models import resnet20_v1
@@ -123,9 +140,21 @@ class Slicer(PageWidget):
     >>> slicer.figure.savefig("slicing.png")
     """
 
-    def __init__(self, image: Source, plan: Plan, model: nn.Module | Recipe | ModelGraph | None = None) -> None:
+    def __init__(
+        self,
+        image: Source,
+        plan: Plan,
+        model: nn.Module | Recipe | ModelGraph | None = None,
+        *,
+        prediction: PredictedMap | None = None,
+        class_names: Sequence[str] | None = None,
+        save_picture: bool = True,
+    ) -> None:
+        self.save_picture = save_picture
         self._plan, self.rasters = plan, RasterCache(open_image(image))
-        self._layers = None
+        self._layers, picture = None, self.rasters.picture
+        self._named = picture if save_picture else make_nameless(picture)
+        self.prediction = None if prediction is None else read_prediction(picture, prediction, class_names)
         if model is not None:
             rows, cols = self.rasters.picture.shape()
             with show_status(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
@@ -143,7 +172,7 @@ class Slicer(PageWidget):
         controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW), help_line]
         self.points: tuple[HaloPoint, ...] = ()
         self._drawn: tuple[Any, Drawing] | None = None
-        super().__init__(controls, SlicerView(self.rasters.picture, encode_pixels(self.rasters.whole)))
+        super().__init__(controls, self._make_view())
         self._compile()
         self.view.tile = choose_borrower(self.points[0])
         for name in ("layer", "tile"):
@@ -152,6 +181,10 @@ class Slicer(PageWidget):
         self.view.observe(lambda _: self.update_snapshot(), SEEN)
         for control in (self.fused_halos, self.together):
             control.observe(self._handle_fusion, "value")
+
+    def _make_view(self) -> SlicerView:
+        overlay = self.prediction.encode() if self.prediction else b""
+        return SlicerView(self.rasters.picture, encode_pixels(self.rasters.whole), overlay, self.save_picture)
 
     @property
     def plan(self) -> Plan:
@@ -213,7 +246,7 @@ class Slicer(PageWidget):
         self.view.layer = min(self.view.layer, last)
         self.layer.max = last
         self._handle_layer()
-        picture = self.rasters.picture
+        picture = self._named
         tables = build_layer_tables(picture, self._layers, self.points)
         rows, cols = picture.shape()
         of_stage = {point.stage: point for point in self.points}
@@ -233,7 +266,9 @@ class Slicer(PageWidget):
                 "columns": cols,
                 "microns": picture.microns_per_px,
                 "levels": count_levels(picture),
+                "saved": self.save_picture,
             },
+            "prediction": self.prediction.describe() if self.prediction else None,
         }
         with self.view.hold_sync():
             self.view.facts, self.view.numbers = cut_words(facts), tables.numbers.tobytes()

@@ -59,7 +59,9 @@ class StepScene(PageView):
         on_focus: Callable[[int], None],
         on_rest: Callable[[], None],
         tip: str,
+        is_saved: bool,
     ) -> None:
+        setup = setup | {"saved": is_saved}
         super().__init__(setup=setup, palettes=make_palettes(), accepts=list(keys), tip=tip)
         self.list_frames: Callable[[], Sequence[StepFrame]] = tuple
         self.rules = PageRules(
@@ -68,14 +70,25 @@ class StepScene(PageView):
                 "focus": Request(lambda index: type(index) is int, on_focus),
                 "rest": Request(lambda _: True, lambda _: on_rest()),
                 "history": Request(lambda _: True, lambda _: self._send_history()),
+                "newest": Request(lambda _: True, lambda _: self._send_newest()),
             }
         )
 
     def show(self, frame: StepFrame, dropped: Sequence[int], note: str, alt: str, focus: int) -> None:
         """Show a frame as the newest one. Pages forget the `dropped` ones; `note` says what is missing by now."""
+        self._newest = frame.meta | {"dropped": list(dropped), "note": note}, frame.values
         with self.hold_sync():  # one message: a description never comes with the values of another frame
-            self.values, self.alt, self.focus = frame.values, alt, focus
-            self.meta = frame.meta | {"dropped": list(dropped), "note": note}
+            self.alt, self.focus = alt, focus
+            if self.setup["saved"]:
+                self.values = frame.values
+                self.meta = self._newest[0]
+        if not self.setup["saved"]:
+            self._send_newest()
+
+    def _send_newest(self) -> None:
+        """Send the newest frame in a message, which no file contains."""
+        meta, values = self._newest
+        self.send({"frame": meta}, [values])
 
     def _send_history(self) -> None:
         frames = self.list_frames()
@@ -95,6 +108,8 @@ class Stepper(PageWidget):
     The page draws all ranks and what moves between them, and keeps a record of every instruction that has run: going
     back in it undoes nothing on the ranks. `finish` runs at full speed, and is recorded as one instruction.
 
+    A notebook that is saved contains the values of the last frame, of the images too; not so with `save_picture=False`.
+
     `stepping` can be advanced from cells as well; `refresh()` then shows its position. `close()` abandons the step.
     Raises ImageError for a wrong shape or label.
 
@@ -111,7 +126,8 @@ class Stepper(PageWidget):
 
     stepping: StepDebugger | None = None  # until the batch is accepted
 
-    def __init__(self, training: Training, images: Any, labels: Any) -> None:
+    def __init__(self, training: Training, images: Any, labels: Any, *, save_picture: bool = True) -> None:
+        self.save_picture = save_picture
         self.stepping = training.stepping(images, labels)
         self.record = StepRecord()
         self._quiet, self._shown, self._figure, self._kept = False, None, None, None
@@ -148,7 +164,13 @@ class Stepper(PageWidget):
         ]
         boxes = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
         self.view = StepScene(
-            describe_scene(self.stepping), [*offered, "g"], self._handle_key, self._focus_message, self._rest, TIP
+            describe_scene(self.stepping),
+            [*offered, "g"],
+            self._handle_key,
+            self._focus_message,
+            self._rest,
+            TIP,
+            save_picture,
         )
         self.view.list_frames = lambda: self.record.frames
         super().__init__(boxes[:1], self.view)

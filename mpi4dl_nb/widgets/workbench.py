@@ -52,7 +52,7 @@ class Workbench(StillFigure, ipywidgets.VBox):
     tile chosen on the image leads to its rank in the timeline. `image` is shown in tiles, and must have the size of the
     training's images. The timeline is that of the last step; `refresh()` takes over a newer one, and a plan that was
     loaded since, for which the panes are made anew. `slicer`, `timeline` (None before the first step) and `memory` are
-    the panes, each of which can also be used alone.
+    the panes, each of which can also be used alone. `save_picture` is as for a `Slicer`.
     Raises ImageError or PlanError.
 
     >>> import torch
@@ -68,8 +68,8 @@ class Workbench(StillFigure, ipywidgets.VBox):
     3
     """
 
-    def __init__(self, training: Training, image: Source) -> None:
-        self.training, self.selection = training, Selection()
+    def __init__(self, training: Training, image: Source, *, save_picture: bool = True) -> None:
+        self.training, self.selection, self.save_picture = training, Selection(), save_picture
         self._following = False
         self.slicer: Slicer | None = None
         self.timeline: TimelineView | None = None
@@ -86,7 +86,7 @@ class Workbench(StillFigure, ipywidgets.VBox):
 
     def _take_over_plan(self, image: Source) -> None:
         """Make the slicer for the training's plan, in place of the panes of another plan."""
-        slicer = Slicer(image, self.training.plan, self.training.recipe)
+        slicer = Slicer(image, self.training.plan, self.training.recipe, save_picture=self.save_picture)
         for pane in filter(None, (self.slicer, self.timeline)):
             pane.close()
         self.slicer, self.timeline, self._recipe = slicer, None, self.training.recipe

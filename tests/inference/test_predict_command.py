@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from torch import nn
 
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
+from engines.graph.output_meaning import OutputMeaning
 from engines.images.picture import open_image
 from engines.inference.command import load_weights, predict
 from engines.inference.rank_predictor import make_padded_region
@@ -50,6 +52,7 @@ def flags(files: Path, **others: object) -> list[str]:
         "to": files / "out.tif",
         "tile-px": 40,
         "precision": "float64",
+        "activation": "softmax",
         **others,
     }
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -60,7 +63,7 @@ def test_weights_of_a_checkpoint_need_no_other_file_of_it(tmp_path: Path):
     with Cluster(1, backend="loopback") as cluster:
         path = Training(model, Plan(split_size=1, spatial_size=0), cluster, (1, 3, 4, 4)).save(tmp_path)
     (path / "training.safetensors").unlink()
-    load_weights(other, tmp_path)
+    assert load_weights(other, tmp_path) is OutputMeaning.CLASSES
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -75,7 +78,7 @@ def test_a_region_with_given_weights(files: Path):
     images = make_padded_region(open_image(files / "in.png"), BOX).read_tile(Tile.whole(64, 88), torch.float64)
     expected = plain(model, images)[0].argmax(0).numpy()
     assert len(np.unique(expected)) > 1
-    assert np.array_equal(open_image(files / "out.tif").read(0, 0, 64, 88)[..., 0], expected)
+    assert np.array_equal(tifffile.imread(files / "out.tif"), expected)
 
 
 @pytest.mark.nightly
@@ -96,6 +99,9 @@ def test_the_class_of_an_image(files: Path, capsys: pytest.CaptureFixture[str]):
         ({"region": "0,0,0,10"}, ImageError, "no pixels"),
         ({"image": "nowhere.tif"}, ImageError, "nowhere.tif"),
         ({"to": None}, ImageError, "Say which file"),
+        ({"activation": None}, PlanError, "whether each channel is a label of its own, .* Say activation='sigmoid'"),
+        ({"activation": "none", "kind": "classes"}, PlanError, "so that there are no classes"),
+        ({"activation": "relu"}, PlanError, "invalid choice"),
         ({"kind": "colours"}, PlanError, "invalid choice"),
         ({"memory-mb": 0}, PlanError, "must be a whole number of at least 1"),
         ({"num-classes": 4}, CheckpointError, r"weights of another model: of \d+ tensors 2 do not fit, such as head"),

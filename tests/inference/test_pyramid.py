@@ -10,8 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tifffile
+from PIL import Image
 
+from engines.errors import PlanError
+from engines.graph.output_meaning import OutputMeaning
+from engines.images.mask_file import MaskFile
 from engines.images.picture import open_image
+from engines.inference.class_map import ClassMap, make_colours, name_classes
 from engines.inference.pyramid_sink import PyramidSink, make_pyramid
 from engines.inference.rank_predictor import make_padded_region
 from engines.spatial.tiles import Grid, Tile
@@ -32,12 +37,91 @@ def levels(path: Path) -> list[np.ndarray]:
         return [level.asarray() for level in file.series[0].levels]
 
 
+def count_most_frequent(pixels: np.ndarray) -> np.ndarray:
+    """Half as large: of each 2 x 2 pixels the class that most of them have; of several such, the lowest."""
+    even = np.pad(pixels, ((0, pixels.shape[0] % 2), (0, pixels.shape[1] % 2), (0, 0)), mode="edge")
+    parts = even.reshape(even.shape[0] // 2, 2, even.shape[1] // 2, 2, -1)
+    counts = np.stack([(parts == number).sum((1, 3)) for number in range(parts.max() + 1)])
+    return counts.argmax(0).astype(pixels.dtype)
+
+
+def test_no_level_is_shifted(tmp_path: Path):
+    """A mirrored map has mirrored levels: taking the first of each 2 x 2 pixels would shift all to one side."""
+    rows, cols = np.mgrid[:1024, :1536]
+    disc = (np.hypot(rows - 511.5, cols - 767.5) < 300).astype(np.uint8)[..., None]
+    for number, level in enumerate(levels(written(tmp_path / "out.tif", disc))):
+        assert np.array_equal(level, level[::-1])
+        assert np.array_equal(level, level[:, ::-1])
+        middles = [(np.nonzero(level)[axis].mean() + 0.5) * 2**number for axis in (0, 1)]
+        assert middles == [512, 768]
+
+
+def write_map(path: Path, pixels: np.ndarray, names: tuple[str, ...], picture: object = None) -> Path:
+    picture = open_image(np.zeros((*pixels.shape[:2], 3), np.uint8)) if picture is None else picture
+    sink = make_pyramid(
+        path, make_padded_region(picture), "classes", pixels.shape[:2], names, pixels.shape, pixels.dtype
+    )
+    with closing(sink):
+        sink.put(Tile.whole(*pixels.shape[:2]), pixels)
+        assert sink.finish() == str(path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "count"), [("out.tif", 3), ("out.png", 3), ("out.tif", 300)])
+def test_any_viewer_shows_a_map_of_classes_in_colours(name: str, count: int, tmp_path: Path):
+    """Its numbers stay the classes, and it is read again as a mask."""
+    names = ("glass", "tumour, très", "stroma", *map(str, range(3, count)))
+    pixels = RANDOM.integers(0, count, (70, 90, 1)).astype(np.uint8 if count < 257 else np.uint16)
+    path = write_map(tmp_path / name, pixels, names)
+    assert np.array_equal(MaskFile(path, count).read(Tile.whole(70, 90)), pixels[..., 0])
+    colours = make_colours(count)[pixels[..., 0]]
+    if name.endswith("png"):
+        with Image.open(path) as image:
+            assert np.array_equal(np.array(image.convert("RGB")), colours)
+            text = image.text["Description"]
+    else:
+        with tifffile.TiffFile(path) as file:
+            page = file.pages[0]
+            assert np.array_equal(page.asarray(), pixels[..., 0])
+            assert np.array_equal(np.moveaxis(page.colormap[:, page.asarray()] >> 8, 0, -1), colours)
+            text = page.description
+    assert ClassMap.from_text(text) == ClassMap(names, (0, 0, 70, 90), 0, (1.0, 1.0))
+    if count < 257:
+        assert np.array_equal(open_image(path).read(0, 0, 70, 90), colours)
+        with Image.open(path) as image:  # libtiff's and libpng's reading of the palette
+            assert np.array_equal(np.array(image.convert("RGB")), colours)
+
+
+def test_classes_differ_in_their_colours():
+    assert len({tuple(colour) for colour in make_colours(40)}) == 40
+    assert np.array_equal(make_colours(40)[:5], make_colours(5))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"classes": 3}', "<OME>", '{"classes": [], "region": [1], "level": "x"}']
+)
+def test_a_text_of_others_describes_no_map(text: str):
+    assert ClassMap.from_text(text) == ClassMap()
+
+
+@pytest.mark.parametrize("names", [["a"], ["a"] * 4, "abc", [1, 2, 3]], ids=str)
+def test_names_that_do_not_fit_are_refused(names: object):
+    with pytest.raises(PlanError, match="class_names"):
+        name_classes("classes", OutputMeaning.CLASSES, 3, names)
+
+
+def test_a_png_takes_a_map_of_few_classes(tmp_path: Path):
+    with pytest.raises(OSError, match="a PNG takes a map of at most 256 classes"):
+        write_map(tmp_path / "out.png", np.zeros((4, 4, 3), np.uint8), ())
+
+
 def test_classes_at_every_level(tmp_path: Path):
     pixels = RANDOM.integers(0, 5, (1027, 2049, 1), np.uint8)
     found = levels(written(tmp_path / "out.tif", pixels))
     assert [level.shape for level in found] == [(1027, 2049), (514, 1025), (257, 513), (129, 257)]
-    for number, level in enumerate(found):
-        assert np.array_equal(level, pixels[:: 2**number, :: 2**number, 0])
+    for level in found:
+        assert np.array_equal(level, pixels[..., 0])
+        pixels = count_most_frequent(pixels)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
@@ -62,7 +146,7 @@ def test_the_scale_of_a_coarse_prediction_is_the_models_stride(tmp_path: Path):
     fine = open_image(written(tmp_path / "fine.tif", np.zeros((1000, 1000, 1), np.uint8), microns_per_px=0.25))
     region = make_padded_region(fine).pad_to_multiple(32)
     with closing(
-        make_pyramid(tmp_path / "out.tif", region, "classes", (32, 32), (32, 32, 1), np.dtype(np.uint8))
+        make_pyramid(tmp_path / "out.tif", region, "classes", (32, 32), (), (32, 32, 1), np.dtype(np.uint8))
     ) as to:
         to.put(Tile.whole(32, 32), np.zeros((32, 32, 1), np.uint8))
         to.finish()

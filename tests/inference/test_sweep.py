@@ -18,6 +18,7 @@ from torch import nn
 from engines.comm import device
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
+from engines.graph.output_meaning import OutputMeaning
 from engines.images.picture import open_image
 from engines.images.picture_reader import ArrayPicture, Picture
 from engines.inference.pyramid_sink import make_pyramid
@@ -43,7 +44,7 @@ def swept(
     side_px: int | None = 50,
     sink: Callable[..., Any] = ArraySink,
     picture: Picture = PICTURE,
-    **bound: int,
+    **bound: Any,
 ) -> TiledPrediction:
     recipe, region = prepare_region(model, make_padded_region(picture, box), "float64")
     ask = PredictionRequest(region, kind, side_px=side_px, **bound)
@@ -137,8 +138,9 @@ def test_kinds_of_answers_for_the_image():
 def test_one_score_is_that_of_a_yes():
     model = nn.Conv2d(3, 1, 3, padding=1)
     expected = oracle(model)
-    assert np.array_equal(swept(model, 2, kind="classes").answer, (expected > 0)[..., 0].numpy())
-    yes = swept(model, 2, kind="probabilities").answer
+    label = {"meaning": OutputMeaning.LABELS}
+    assert np.array_equal(swept(model, 2, kind="classes", **label).answer, (expected > 0)[..., 0].numpy())
+    yes = swept(model, 2, kind="probabilities", **label).answer
     assert np.array_equal(yes, expected.sigmoid().mul(255).round()[..., 0].numpy())
 
 
@@ -147,7 +149,7 @@ def test_an_answer_coarser_than_the_image(tmp_path: Path):
     found = swept(model, 2, (0, 0, 120, 160), "scores")
     assert found.answer.shape == (30, 40, 2)
     assert np.allclose(found.answer, oracle(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
-    sink = partial(make_pyramid, path, make_padded_region(PICTURE), "classes", (30, 40))
+    sink = partial(make_pyramid, path, make_padded_region(PICTURE), "classes", (30, 40), ())
     swept(model, 2, (0, 0, 120, 160), "classes", sink=sink)
     assert open_image(path).shape() == (30, 40)
 

@@ -108,6 +108,34 @@ def test_models_with_sums_over_the_image(name: str):
     assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
 
 
+EXTREMA = {
+    "adaptive max pool": lambda x: functional.adaptive_max_pool2d(x, 1),
+    "amax": lambda x: x.amax((2, 3), keepdim=True),
+    "amin": lambda x: x.amin((2, 3), keepdim=True),
+    "max of all": lambda x: x.max().expand(*x.shape[:2], 1, 1),
+    "largest of each row": lambda x: x.amax(3, keepdim=True),
+    "mean of each column": lambda x: x.mean(2, keepdim=True),
+    "norm": lambda x: x.norm(dim=(2, 3), keepdim=True),
+    "log-sum-exp": lambda x: x.logsumexp((2, 3), keepdim=True),
+    "place of the largest": lambda x: functional.adaptive_max_pool2d(x, 1, return_indices=True)[1].to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+@pytest.mark.parametrize("is_last", [False, True], ids=["scales pixels", "is the answer"])
+def test_a_reduction_over_the_image_is_one_more_pass(name: str, is_last: bool):
+    """All values are below zero, so that the zeros between the tiles would be seen in a maximum."""
+    reduce, random = EXTREMA[name], torch.Generator().manual_seed(0)
+    images = -1 - 5 * torch.rand(1, 2, 37, 43, dtype=torch.float64, generator=random)
+    model = Calls(lambda x: reduce(x * 2) if is_last else x - reduce(x * 2))
+    made, walks = in_turn(model, images, Grid(3, 4))
+    assert walks == 2
+    expected = plain(model, images)
+    assert torch.allclose(made, expected, rtol=1e-13, atol=1e-13)
+    if "norm" not in name and "mean" not in name and "exp" not in name:
+        assert torch.equal(made, expected)
+
+
 class Squeezed(nn.Module):
     """What a sum over the image scales is read again: it is computed again (squeeze and excite)."""
 

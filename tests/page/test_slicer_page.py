@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect
 from torch import nn
 
 from engines.errors import ImageError
 from engines.images.sample_data import immunohistochemistry
+from engines.inference.class_map import make_colours
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from mpi4dl_nb import Slicer
@@ -232,3 +234,50 @@ def test_less_motion_and_a_narrow_page(chromium, slicer):
     assert harness.page.evaluate("() => document.documentElement.scrollWidth") <= 480
     assert harness.page.locator("canvas").bounding_box()["height"] >= 320
     harness.close()
+
+
+def read_middle(page, row: float, col: float) -> list[int]:
+    """The colour on the canvas at a place of the whole picture, in fractions of its sides."""
+    return page.evaluate(
+        """([row, col]) => {
+            const canvas = document.querySelector("canvas"), { width, height } = canvas;
+            const ratio = width / canvas.clientWidth, side = Math.min(width, height) - 16 * ratio;
+            const [left, top] = [(width - side) / 2, (height - side) / 2];
+            const pixel = canvas.getContext("2d").getImageData(left + col * side, top + row * side, 1, 1);
+            return [...pixel.data].slice(0, 3);
+        }""",
+        [row, col],
+    )
+
+
+@pytest.mark.parametrize("save_picture", [True, False])
+def test_a_predicted_map_lies_over_the_picture(chromium, save_picture: bool, tmp_path):
+    """Without saving, the page asks for picture and map, and shows the same."""
+    white = np.full((64, 64, 3), 255, np.uint8)
+    classes = np.zeros((16, 16), np.uint8)
+    classes[4:8, 8:12] = 1
+    named = {"class_names": ["tissue", "<tumour>"], "save_picture": save_picture}
+    slicer = Slicer(white, Plan(split_size=1, slice_method="1x1"), prediction=classes, **named)
+    harness = PageHarness(chromium, slicer.view)
+    page = harness.page
+    expect(page.get_by_text("1 <tumour> 6%")).to_be_visible()
+    harness.settle(4)
+    over = [round((255 + part) / 2) for part in make_colours(2)[1].tolist()]
+    beside = [round((255 + part) / 2) for part in make_colours(2)[0].tolist()]
+    inside = [(4.2, 8.2), (7.8, 11.8), (6, 10)]  # close to the corners of its rectangle, and in its middle
+    outside = [(3.8, 8.2), (8.2, 11.8), (6, 7.8), (6, 12.2)]
+    for places, colour in ((inside, over), (outside, beside)):
+        for row, col in places:
+            assert np.allclose(read_middle(page, row / 16, col / 16), colour, atol=2), (row, col)
+    page.screenshot(path=str(tmp_path / "page.png"))
+    press(page, "o")
+    harness.settle(4)
+    expect(page.get_by_role("button", name="predicted map")).to_have_attribute("aria-pressed", "false")
+    assert np.allclose(read_middle(page, 6 / 16, 10 / 16), 255, atol=2)
+    expect(page.get_by_text("1 <tumour> 6%")).to_have_count(0)
+    harness.close()
+    slicer.close()
+
+
+def test_without_a_map_there_is_no_button_for_it(page):
+    expect(page.get_by_text("predicted map", exact=True)).to_be_hidden()

@@ -59,9 +59,32 @@ def all_gather_partials(
     shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
     like = TensorSpec((*lead, *shape), dtype)
     x = b.crop_to_own(ref)
-    return b.all_gather(
-        b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
-    )
+    own = b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
+    return _sum_placed(b, node, own) if b.tile_by_tile else b.all_gather(own)
+
+
+def _sum_placed(b: Builder, node: Node, own: Ref) -> Ref:
+    """Gather without an exchange, for tiles that are computed one after another: by a sum over all tiles.
+
+    Each tile adds its part to an image that is zero everywhere else, so that the sum loses nothing.
+    """
+    #     tile 0   tile 1   tile 2        sum
+    #     a . .  + . b .  + . . c    =    a b c         as for a mean, a pass over the image makes the sum
+    value = b.get_value(own)
+    tile = b.get_tiles(value.size_px)[b.rank]
+    settings = list(value.spec.shape), value.axes, tuple((span.start, span.stop) for span in tile)
+    return b.all_reduce(b.add_local_op(f"{node.name}.placed", "tile.place", own, *settings, like=value.spec))
+
+
+@register_kernel("tile.place")
+def place_tile(x: Tensor, shape: Sequence[int], axes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return a tensor of `shape` that holds `x` in `spans` of its `axes`, and zeros elsewhere."""
+    made = x.new_zeros(shape)
+    part = made
+    for axis, (start, stop) in zip(axes, spans, strict=True):
+        part = part.narrow(axis, start, stop - start)
+    part.copy_(x)
+    return made
 
 
 _NONE, _MEAN = 0, 1
