@@ -135,7 +135,7 @@ class PlanTrial:
                 programs = compile_plan(recipe.graph, recipe.plan)
                 whole = make_batches(recipe, 0, steps=1)[0]
                 own = [(recipe.restrict_to_rank(program),) for program in programs]
-                self.cluster.call(rank_functions.create, self.name, (), per_rank=own)
+                self.cluster.call(rank_functions.create, self.name, (), self.name, per_rank=own)
                 self._inputs = [(cut_inputs(program, whole),) for program in programs]
             if last:
                 peaks = self.cluster.call(rank_functions.measure_bytes, self.name, per_rank=self._inputs)

@@ -63,11 +63,12 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
     return found
 
 
-def create(host: RankServer, name: str, freed: Sequence[str], recipe: Recipe) -> None:
-    """Create a training; those whose names are `freed` are dropped before."""
+def create(host: RankServer, name: str, freed: Sequence[str], identity: str, recipe: Recipe) -> None:
+    """Create a training, whose checkpoints have the id `identity`; those whose names are `freed` are dropped before."""
     for other in freed:
         drop(host, other)
-    host.trainings[name] = RankTraining(host.world, recipe)
+    made = host.trainings[name] = RankTraining(host.world, recipe)
+    made.identity = identity
 
 
 def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
