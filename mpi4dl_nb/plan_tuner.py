@@ -198,14 +198,14 @@ def tune(
     many images, so that one with more images per step gains nothing by it, and one with fewer takes several steps.
 
     Every plan that makes sense for the ranks is predicted on the machine as calibrated. A cluster that was never
-    calibrated is calibrated first, which takes up to a minute, or two if the machine is busy; on one that is too busy,
-    call `cluster.calibrate(accept_noise=True)` before. Of those that fit into `rank_bytes` per rank (None: its share of
-    the machine's memory), `top` are trained, interleaved, for `steps` steps on random images: the best of each kind of
-    parallelism that is predicted to be at least half as fast as the best of all, then the others, best first.
+    calibrated is calibrated first, which takes a minute; on a busy machine that is done quickly, with a warning. Of
+    those that fit into `rank_bytes` per rank (None: its share of the machine's memory), `top` are trained, interleaved,
+    for `steps` steps on random images: the best of each kind of parallelism that is predicted to be at least half as
+    fast as the best of all, then the others, best first.
 
     `.plan` of the result is the best plan, and `.explanation` says what was measured, and what is predicted for each
     kind of parallelism; a notebook shows the result as a table with this text. Raises PlanError if no plan can run or
-    fits, or if the machine is too busy to be calibrated, TraceError, or RankError if the ranks are lost.
+    fits, TraceError, or RankError if the ranks are lost.
 
     >>> from mpi4dl_nb import Cluster, resnet20_v1, tune
     >>> with Cluster(2) as cluster:

@@ -22,6 +22,7 @@ from engines.inference.rank_predictor import RankPredictor
 from engines.inference.tile_stitcher import MakeSink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPredictor
 from engines.predict.calibrate import Calibration
+from engines.predict.calibrate import measure_load as measure_foreign_load
 from engines.predict.calibration_runs import CalibrationRecipes
 from engines.predict.kernel_effects import LiveBytes
 from engines.predict.machine import Machine
@@ -231,6 +232,10 @@ def abort_debug_step(host: RankServer, number: str) -> None:
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next
+
+
+def measure_load(host: RankServer) -> float:
+    return measure_foreign_load(host.world)
 
 
 def start_calibration(host: RankServer, recipes: CalibrationRecipes, quick: bool) -> None:
