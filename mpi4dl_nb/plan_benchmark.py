@@ -174,11 +174,20 @@ def run_interleaved(
                 trial.failure = trial.failure or str(error)
 
 
-def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
-    """Sort candidates: the measured ones by measurement, then the others by prediction, and those that failed last."""
+def sort_candidates(
+    candidates: Iterable[Candidate], neutral_batch: int | None = None, by: str = "speed"
+) -> tuple[Candidate, ...]:
+    """Sort candidates, the best first `by` speed or memory (see `search`).
 
-    def get_sort_key(each: Candidate) -> tuple[bool, float, float]:
-        return bool(each.failure), -each.compute_pace(neutral_batch), -each.forecast.compute_throughput(neutral_batch)
+    The measured ones are sorted by measurement, then the others by prediction, and those that failed are last.
+    """
+
+    def get_sort_key(each: Candidate) -> tuple[float, ...]:
+        pace, predicted = -each.compute_pace(neutral_batch), each.forecast.get_sort_key(by, neutral_batch)
+        if by == "memory":
+            measured_bytes = each.peak_bytes or each.predicted_bytes
+            return bool(each.failure), not each.measured, measured_bytes, pace, *predicted
+        return bool(each.failure), pace, *predicted
 
     return tuple(sorted(candidates, key=get_sort_key))
 
