@@ -156,7 +156,6 @@ def test_by_memory_the_best_plan_is_the_leanest_that_was_measured(cluster):
     assert [each.predicted_bytes for each in tuned.candidates[2:]] == sorted(
         each.predicted_bytes for each in tuned.candidates[2:]
     )
-    assert tuned.plan.checkpoint_activations
     first, second, *_ = tuned.explanation.sentences
     assert first.startswith(f"The plan with the least memory, as measured, is {describe_plan(tuned.plan)}: ")
     assert second.startswith("What needs least memory for 2 ranks, as predicted, is ")
@@ -176,7 +175,9 @@ def test_a_tuner_orders_by_speed_or_memory(cluster):
     tuner.order.value = "speed"
     assert tuner.plan == fastest
     assert "What needs least memory" not in tuner.why.value
-    assert Tuner(model(), SHAPE, cluster, progress=False, by="memory").plan.checkpoint_activations
+    lean = Tuner(model(), SHAPE, cluster, progress=False, by="memory")
+    assert lean.order.value == lean.explanation.by == "memory"
+    assert lean.chosen.predicted_bytes == min(each.predicted_bytes for each in tuner.candidates)
 
 
 def test_numbers_that_make_no_sense_are_refused(cluster):
