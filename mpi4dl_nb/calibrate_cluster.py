@@ -1,4 +1,4 @@
-"""Calibrate the ranks of a cluster from the notebook, with a progress bar; results that are too noisy are refused."""
+"""Calibrate the ranks of a cluster from the notebook, with a progress bar: quickly if the machine is busy."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from engines.images.regular_file import read_bounded
 from engines.predict.calibrate import Calibration
 from engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
 from engines.predict.machine import Machine
+from engines.predict.machine_checks import MOST_ELSEWHERE
 from engines.predict.tallies import CLASSES
 from engines.train import rank_functions
 from mpi4dl_nb.status_line import show_counts
@@ -29,32 +30,58 @@ CallRanks = Callable[..., list[Any]]
 
 
 def calibrate_cluster(
-    call: CallRanks, n: int, quick: bool = False, accept_noise: bool = False, progress: bool = True
+    call: CallRanks, n: int, quick: bool | None = None, accept_noise: bool = False, progress: bool = True
 ) -> Machine:
-    """Measure the `n` ranks, a second time if the first measurement is noisy, and return the less noisy one.
+    """Measure the `n` ranks; the arguments are those of `Cluster.calibrate`.
 
-    Raises PlanError if both are useless, unless `accept_noise`, and RankError if the ranks are lost.
+    Raises PlanError if the machine is too busy for a measurement that must not be `quick`, unless `accept_noise`, and
+    RankError if the ranks are lost.
     """
-    recipes = prepare_recipes(n)
-    machine = _measure(call, n, recipes, quick, progress)
-    if machine.noise.is_good or accept_noise:
-        return machine
-    # Noise comes from other programs, mostly in bursts, so a second measurement is often a good one.
-    again = _measure(call, n, recipes, quick, progress, "The first measurement was noisy: measuring again")
-    machine = min(machine, again, key=lambda each: each.noise.level)
-    if machine.noise.is_useless:
+    # The load is measured first. With other programs on the cores, all repetitions of a calibration take a quarter of
+    # an hour, and are useless in the end: a quick one is as good, and says the same about them.
+    #
+    #     quick=       cores are free                           others take them
+    #     None         all repetitions, again if noisy          quick, and a warning
+    #     False        all repetitions, again if noisy          PlanError, unless `accept_noise`
+    #     True         quick                                    quick, and a warning
+    elsewhere = _measure_load(call)
+    is_busy = elsewhere > MOST_ELSEWHERE
+    if is_busy and quick is False and not accept_noise:
         raise PlanError(
-            f"This machine is too busy to be measured: {machine.noise}, in the better one of two calibrations. End "
-            "what else runs and try again, or take the numbers as they are with cluster.calibrate(accept_noise=True). "
-            "Forecasts need no calibration if they name a machine that is known, such as 'Summit'."
+            f"This machine is too busy to be measured: other programs take {elsewhere:.0%} of the cores (good: up to "
+            f"{MOST_ELSEWHERE:.0%}). {_REMEDY} A noisy measurement serves meanwhile: cluster.calibrate()."
         )
-    if not machine.noise.is_good:
-        warnings.warn(
-            f"This calibration is noisy: {machine.noise}. It serves this cluster, but is not remembered: forecasts by "
-            "it may be far off. When the machine is quiet, measure it with cluster.calibrate(again=True).",
-            stacklevel=3,
-        )
+    recipes, is_quick = prepare_recipes(n), is_busy if quick is None else quick
+    text = "This machine is busy: measuring it quickly" if is_busy and is_quick else "Measuring this machine"
+    machine = _measure(call, n, recipes, is_quick, progress, text)
+    if accept_noise or (machine.noise.is_good and not is_busy):
+        return machine
+    # Noise comes in bursts, so that a second measurement is often a good one, unless others keep the cores busy.
+    if not is_quick and _measure_load(call) <= MOST_ELSEWHERE:
+        again = _measure(call, n, recipes, is_quick, progress, "The first measurement was noisy: measuring again")
+        machine = min(machine, again, key=lambda each: each.noise.level)
+        if machine.noise.is_good:
+            return machine
+    if machine.noise.is_useless and quick is False:
+        raise PlanError(f"This machine is too busy to be measured: {machine.noise}. {_REMEDY}")
+    load = f"was quick, as other programs take {elsewhere:.0%} of the cores" if is_busy and is_quick else "is noisy"
+    warnings.warn(
+        f"This calibration {load}: {machine.noise}. It serves this cluster, but is not remembered: forecasts by it may "
+        "be far off. When the machine is quiet, measure it with cluster.calibrate(again=True).",
+        stacklevel=3,
+    )
     return machine
+
+
+_REMEDY = (
+    "End what else runs and try again. Forecasts need no calibration if they name a machine that is known, such as "
+    "'Summit'."
+)
+
+
+def _measure_load(call: CallRanks) -> float:
+    """Return the fraction of the cores that other programs take now; it takes less than a second."""
+    return max(call(rank_functions.measure_load))
 
 
 def warn_of_gpus(call: CallRanks, device: str) -> None:
@@ -77,7 +104,7 @@ def _measure(
     recipes: CalibrationRecipes,
     quick: bool,
     progress: bool,
-    text: str = "Measuring this machine",
+    text: str,
 ) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
     call(rank_functions.start_calibration, recipes, quick)

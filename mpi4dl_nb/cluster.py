@@ -272,14 +272,14 @@ class Cluster:
 
         `store` is a file: a calibration stored there for as many ranks is read, otherwise the file is written. Without
         `store`, the calibration is still remembered for other notebooks. `quick` measures for a quarter of a minute,
-        for a first look, if nothing better is known; False requires more than a quick calibration, and None accepts one
-        that exists. If other programs use the cores meanwhile, or repetitions differ by much (`Machine.noise`), the
-        measurement is repeated once. If the second one is no better, a warning says so, and the machine serves this
-        cluster but is not remembered, or it is refused if forecasts would mislead. `accept_noise` takes the first
-        measurement as it is, without a warning. A quick or noisy calibration is not written, to no `store` either. A
-        calibration can be interrupted. Raises RankError, and PlanError if the measurement is refused, if the file holds
-        something else or cannot be read or written, or if the ranks take turns, because their speed when working at
-        once is unknown.
+        for a first look, if nothing better is known; None accepts a quick calibration that exists, and measures quickly
+        if other programs take the cores, which is known in the first second; False requires all repetitions, and is
+        refused on such a machine. If repetitions differ by much (`Machine.noise`), the measurement is repeated once.
+        Of a calibration that is noisy, or quick because of the load, a warning says so, and how to repeat it: it serves
+        this cluster but is not remembered. `accept_noise` takes the first measurement as it is, without a warning. A
+        quick or noisy calibration is not written, to no `store` either. A calibration can be interrupted. Raises
+        RankError, and PlanError if the measurement is refused (`quick=False`), if the file holds something else or
+        cannot be read or written, or if the ranks take turns, because their speed when working at once is unknown.
         """
         if self.backend == "in_turn":
             raise PlanError(
@@ -297,7 +297,7 @@ class Cluster:
         self.machine = found or self.machine
         if again or not self._is_calibrated(quick):
             kept.check_writable()
-            self.machine, found = calibrate_cluster(self.call, self.n, bool(quick), accept_noise, progress), None
+            self.machine, found = calibrate_cluster(self.call, self.n, quick, accept_noise, progress), None
         if found is None:
             kept.write(self.machine)
         return self.machine

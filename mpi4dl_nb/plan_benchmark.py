@@ -135,7 +135,7 @@ class PlanTrial:
                 programs = compile_plan(recipe.graph, recipe.plan)
                 whole = make_batches(recipe, 0, steps=1)[0]
                 own = [(recipe.restrict_to_rank(program),) for program in programs]
-                self.cluster.call(rank_functions.create, self.name, (), per_rank=own)
+                self.cluster.call(rank_functions.create, self.name, (), self.name, per_rank=own)
                 self._inputs = [(cut_inputs(program, whole),) for program in programs]
             if last:
                 peaks = self.cluster.call(rank_functions.measure_bytes, self.name, per_rank=self._inputs)
@@ -174,11 +174,20 @@ def run_interleaved(
                 trial.failure = trial.failure or str(error)
 
 
-def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
-    """Sort candidates: the measured ones by measurement, then the others by prediction, and those that failed last."""
+def sort_candidates(
+    candidates: Iterable[Candidate], neutral_batch: int | None = None, by: str = "speed"
+) -> tuple[Candidate, ...]:
+    """Sort candidates, the best first `by` speed or memory (see `search`).
 
-    def get_sort_key(each: Candidate) -> tuple[bool, float, float]:
-        return bool(each.failure), -each.compute_pace(neutral_batch), -each.forecast.compute_throughput(neutral_batch)
+    The measured ones are sorted by measurement, then the others by prediction, and those that failed are last.
+    """
+
+    def get_sort_key(each: Candidate) -> tuple[float, ...]:
+        pace, predicted = -each.compute_pace(neutral_batch), each.forecast.get_sort_key(by, neutral_batch)
+        if by == "memory":
+            measured_bytes = each.peak_bytes or each.predicted_bytes
+            return bool(each.failure), not each.measured, measured_bytes, pace, *predicted
+        return bool(each.failure), pace, *predicted
 
     return tuple(sorted(candidates, key=get_sort_key))
 

@@ -13,7 +13,7 @@ from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
-from engines.predict.forecast import Forecast
+from engines.predict.forecast import Forecast, check_order
 from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_optimiser_states
@@ -105,17 +105,19 @@ class PlanTuner:
         report: ProgressCallback = lambda done, of: None,
         neutral_batch: int | None = None,
         progress: bool = True,
+        by: str = "speed",
     ) -> TuningResult:
         """Predict all plans for the ranks of the cluster; no plan is measured.
 
-        `rank_bytes` is the memory that a rank may use; None: an equal share of the machine's memory. `neutral_batch`:
-        as in `tune`. `progress`: show that of the calibration, if the cluster is not calibrated yet. Raises PlanError
-        if no plan can run, and TraceError if the model cannot be traced with the loss.
+        `rank_bytes` is the memory that a rank may use; None: an equal share of the machine's memory. `neutral_batch`
+        and `by`: as in `tune`. `progress`: show that of the calibration, if the cluster is not calibrated yet. Raises
+        PlanError if no plan can run, and TraceError if the model cannot be traced with the loss.
         """
         if neutral_batch is not None and neutral_batch < 1:
             raise PlanError(
                 f"neutral_batch={neutral_batch} must be 1 image or more, or None where any number is right."
             )
+        check_order(by)
         # What cannot be trained is refused before the calibration, which takes a minute: a model, say, of which neither
         # one image of a batch nor all of them can be traced.
         n, batch = self.cluster.n, self.traces.image_shape[0]
@@ -133,8 +135,8 @@ class PlanTuner:
         def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
             return self.traces.get_graph(plan)
 
-        found = search(n, batch, get_graph, machine, rank_bytes, states, report, neutral_batch=neutral_batch)
-        explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes, neutral_batch)
+        found = search(n, batch, get_graph, machine, rank_bytes, states, report, None, neutral_batch, by)
+        explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes, neutral_batch, by)
         return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused, found.too_large)
 
     def measure(
@@ -189,23 +191,27 @@ def tune(
     rank_bytes: int | None = None,
     progress: bool = True,
     neutral_batch: int | None = None,
+    by: str = "speed",
 ) -> TuningResult:
-    """Find the plan that trains most images per second on all ranks of the cluster.
+    """Find the plan that trains most images per second on all ranks of the cluster, or that needs least memory.
 
+    `rank_bytes=8 * 10**9` asks for the fastest plan whose ranks need at most 8 GB each, and `by="memory"` for the plan
+    whose fullest rank needs least; then each plan may recompute activations (`checkpoint_activations`), which takes
+    time.
     The other arguments are those of `Training`: the first number of `image_shape` is the batch of one replica, and a
     plan with several replicas or directions takes several batches per step (`Plan.batches`). If an update of more than
     so many images costs accuracy, name that number as `neutral_batch`: plans are then compared by the time for that
     many images, so that one with more images per step gains nothing by it, and one with fewer takes several steps.
 
     Every plan that makes sense for the ranks is predicted on the machine as calibrated. A cluster that was never
-    calibrated is calibrated first, which takes up to a minute, or two if the machine is busy; on one that is too busy,
-    call `cluster.calibrate(accept_noise=True)` before. Of those that fit into `rank_bytes` per rank (None: its share of
-    the machine's memory), `top` are trained, interleaved, for `steps` steps on random images: the best of each kind of
-    parallelism that is predicted to be at least half as fast as the best of all, then the others, best first.
+    calibrated is calibrated first, which takes a minute; on a busy machine that is done quickly, with a warning. Of
+    those that fit into `rank_bytes` per rank (None: its share of the machine's memory), `top` are trained, interleaved,
+    for `steps` steps on random images: the best of each kind of parallelism that is predicted to be at least half as
+    good as the best of all, then the others, best first.
 
     `.plan` of the result is the best plan, and `.explanation` says what was measured, and what is predicted for each
     kind of parallelism; a notebook shows the result as a table with this text. Raises PlanError if no plan can run or
-    fits, or if the machine is too busy to be calibrated, TraceError, or RankError if the ranks are lost.
+    fits, TraceError, or RankError if the ranks are lost.
 
     >>> from mpi4dl_nb import Cluster, resnet20_v1, tune
     >>> with Cluster(2) as cluster:
@@ -216,17 +222,18 @@ def tune(
     if top < 0:
         raise PlanError(f"top={top} plans are to be measured: use 0 or more plans.")
     _check_steps(steps)
+    check_order(by)
     # Predictions are cheap and rank hundreds of plans, but may be wrong: a few good ones of all kinds are measured.
     #
     #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── `top` of them, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
     with show_counts("Predicting plans", progress) as report:
-        found = tuning.find(rank_bytes, report, neutral_batch, progress)
+        found = tuning.find(rank_bytes, report, neutral_batch, progress, by)
     ordered = order_for_measurement(found.candidates, found.explanation)
     measured: list[Candidate] = []
     if top:
         with show_counts("Measuring steps", progress) as report:
             measured = tuning.measure(ordered[:top], steps, report)
-    candidates = sort_candidates([*measured, *ordered[top:]], neutral_batch)
-    explanation = replace(found.explanation, measured=describe_measurements(measured, neutral_batch))
+    candidates = sort_candidates([*measured, *ordered[top:]], neutral_batch, by)
+    explanation = replace(found.explanation, measured=describe_measurements(measured, neutral_batch, by))
     return replace(found, candidates=candidates, explanation=explanation)

@@ -102,7 +102,7 @@ def plan_of(fields: dict) -> Plan:
 def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
     """All plans of a case, trained on ranks of their own; the machine is calibrated before, between and behind."""
     with Cluster(ranks) as cluster:
-        case = Case(model, size_px, cluster.calibrate(again=True))
+        case = Case(model, size_px, cluster.calibrate(again=True, quick=False))
         tuning = case.tuning(cluster)
         asked = [
             Candidate(forecast(tuning.traces.get_graph(plan), plan, case.machine))
@@ -113,7 +113,7 @@ def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
             mixed = Random(turn).sample(asked, len(asked))  # plans alike share no busy minute of the host
             found = {row.plan: row for row in _round(tuning, mixed, turn == rounds - 1)}
             rows = [row + found[row.plan] for row in rows]
-            machines.append(cluster.calibrate(again=True))
+            machines.append(cluster.calibrate(again=True, quick=False))
         return replace(case, machine=typical(machines), rows=tuple(rows))
 
 

@@ -52,6 +52,7 @@ _COMMANDS = {
 _WITHOUT_RANKS = {
     "table": f"{__name__}:run_table",
     "published": f"{__name__}:run_published",
+    "plans": "engines.cli.plans_command:run_plans",
     "gpu-check": "engines.bench.gpu_check:run_gpu_checks",
 }
 """MODULE:FUNCTION of the flags, which returns the exit code."""
@@ -151,7 +152,7 @@ def run_verify(world: World, arguments: Sequence[str]) -> Mapping[str, object]:
     return verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
 
 
-# The commands `table` and `published`, which need no ranks.
+# The commands `table` and `published`, which need no ranks, as `plans` does.
 
 
 def run_table(arguments: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ from engines.train.recipe import Recipe, describe_precision_change, prepare
 Number = TypeVar("Number", int, float)
 
 _SIDE = re.compile(r"\d{1,9}", re.ASCII)
-_OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -83,7 +83,7 @@ def make_parser(description: str, iterations: int | None = None) -> argparse.Arg
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument("--batch-size", type=int, default=1)
     flags.add_argument("--seed", type=parse_seed, default=0)
-    flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
+    flags.add_argument("--optimiser", choices=sorted(OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
     flags.add_argument(
         "--clip-norm", type=float, default=None, help="upper bound of the norm of all gradients together"
@@ -148,7 +148,7 @@ def get_image_shape(options: argparse.Namespace) -> tuple[int, int, int, int]:
 
 def choose_optimiser(options: argparse.Namespace) -> Optimiser:
     """Return the function from parameters to the optimiser that the flags choose."""
-    return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
+    return partial(OPTIMISERS[options.optimiser], lr=options.learning_rate)
 
 
 def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = None) -> tuple[nn.Module, Recipe]:

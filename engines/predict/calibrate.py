@@ -55,6 +55,7 @@ SIZES = (
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
+_LOOKS = 3  # at the load, before a calibration begins
 _LARGE_BYTES, _BLOCKS = 1 << 22, 24
 
 
@@ -216,6 +217,15 @@ def _measure_rank() -> dict[str, Any]:
     blocks = torch.rand(_BLOCKS, _LARGE_BYTES // 16)
     copied_s = measure_median_seconds(lambda: [block.clone() for block in blocks])
     return found | {"copy_per_s": blocks.nbytes / copied_s, "cores": count_cores(), "memory_bytes": get_memory_bytes()}
+
+
+def measure_load(world: World) -> float:
+    """Return the fraction of the cores that other programs take, on the host where it is largest.
+
+    Collective. All ranks ask for a core for a part of a second, three times; the median counts.
+    """
+    looks = [world.all_gather(_measure_spin(world)[0]) for _ in range(_LOOKS)]
+    return statistics.median(compute_foreign_share(spins, count_cores()) for spins in looks)
 
 
 def _measure_spin(world: World) -> tuple[Spin, list[float]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
 from engines.predict.machine import Machine
+from engines.predict.machines import adapt_to_precision
 from engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.effects import Effects, Messages, Phase, Reduction
 from engines.program.program import LEAST_BYTES, Program, Step
@@ -120,11 +121,19 @@ class CostModel:
         self.machine = machine
         self._known: dict[Hashable, ComputeWork] = {}
         self._sums: dict[tuple[tuple[int, ...], int], AllReduceCost] = {}
+        self._others: dict[str, CostModel] = {}
 
     @classmethod
     def from_machine(cls, machine: Machine | CostModel) -> CostModel:
         """Return a new cost model of a machine, or the argument itself if it is a cost model, with its cache."""
         return machine if isinstance(machine, CostModel) else cls(machine)
+
+    def adapt_to_precision(self, precision: str) -> CostModel:
+        """Return the cost model of the same machine as it computes in a precision; itself if that is not known."""
+        machine = adapt_to_precision(self.machine, precision)
+        if machine is self.machine:
+            return self
+        return self._others.setdefault(machine.name, CostModel(machine))
 
     def get_segment_work(self, segment: SegmentTally, threads: int, phase: Phase, recompute: bool) -> ComputeWork:
         """Return the cached result of `estimate_segment_work`."""

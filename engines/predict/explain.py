@@ -99,8 +99,8 @@ WORTH_SAYING = 0.05  # fraction of a step's time
 class Verdict(FactTable):
     """The best plan of a kind; if none fits, the plan that needs least; if none can run, the `reason`.
 
-    `looked_at` is the number of plans, `share` its speed (see `neutral_batch` of
-    `search`) relative to the best plan of all kinds that fits.
+    `looked_at` is the number of plans. `share` is its speed (see `neutral_batch` of `search`) relative to the best plan
+    of all kinds that fits; by memory, the memory of that plan relative to its own. The best plan has 1.
     """
 
     kind: str
@@ -137,8 +137,8 @@ class Verdict(FactTable):
 class Explanation:
     """The verdicts of all kinds considered. `rank_bytes` is the memory that a rank may use (None: unlimited).
 
-    Rates count images as `compute_throughput` does with `neutral_batch`. `measured` says what measurements of the best
-    plans found; empty if there were none.
+    Rates count images as `compute_throughput` does with `neutral_batch`. The plans are ordered `by` speed or memory.
+    `measured` says what measurements of the best plans found; empty if there were none.
     """
 
     ranks: int
@@ -146,10 +146,11 @@ class Explanation:
     rank_bytes: int | None = None
     neutral_batch: int | None = None
     measured: str = ""
+    by: str = "speed"
 
     @property
     def best(self) -> Verdict | None:
-        """The verdict of the fastest kind that fits, or None."""
+        """The verdict of the best kind that fits, or None."""
         return max((each for each in self.verdicts if each.fits), key=lambda each: each.share, default=None)
 
     def get_verdict(self, kind: str) -> Verdict | None:
@@ -162,7 +163,7 @@ class Explanation:
     def sentences(self) -> tuple[str, ...]:
         """What was measured, if anything; then a sentence for each kind, as predicted.
 
-        The best kind is first, then the faster ones before the slower ones, then those that do not fit.
+        The best kind is first, then the better ones before the worse ones, then those that do not fit.
         """
         chosen = self.best
         others = sorted(
@@ -173,7 +174,8 @@ class Explanation:
         if chosen and chosen.best:
             best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
             plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
-            sentences.insert(0, f"The best for {ranks}, as predicted, is {plan}: {self._format_numbers(best)}.")
+            title = "The best" if self.by == "speed" else "What needs least memory"
+            sentences.insert(0, f"{title} for {ranks}, as predicted, is {plan}: {self._format_numbers(best)}.")
         return (*[self.measured] * bool(self.measured), *sentences)
 
     @property
@@ -201,6 +203,8 @@ class Explanation:
             least = "it needs" if verdict.looked_at == 1 else f"the least of {verdict.looked_at} plans{plan} needs"
             return f"{verdict.title} does not fit: {least} {self._format_memory(found)}."
         share, numbers = format_percent(verdict.share), self._format_numbers(found)
+        if self.by == "memory":
+            return f"{verdict.title}{plan} needs {format_number(1 / verdict.share)} times as much: {numbers}."
         return f"{verdict.title}{plan} reaches {share} of that: {numbers}."
 
     def _format_numbers(self, found: Forecast) -> str:
@@ -225,30 +229,35 @@ def explain(
     refused: Sequence[tuple[Plan, str]] = (),
     rank_bytes: int | None = None,
     neutral_batch: int | None = None,
+    by: str = "speed",
 ) -> Explanation:
     """Explain forecasts, and refused plans with their reasons, kind by kind.
 
-    `rank_bytes` and `neutral_batch` are as in `search`, so that the best plan is the first one there.
+    `rank_bytes`, `neutral_batch` and `by` are as in `search`, so that the best plan is the first one there.
     """
 
     def select_fitting(found: Iterable[Forecast]) -> list[Forecast]:
         return [each for each in found if rank_bytes is None or each.peak_bytes <= rank_bytes]
 
-    def get_speed(found: Forecast) -> float:
-        return found.compute_throughput(neutral_batch)
+    def find_best(found: Iterable[Forecast]) -> Forecast | None:
+        return min(found, key=lambda each: each.get_sort_key(by, neutral_batch), default=None)
 
-    fastest = max(map(get_speed, select_fitting(forecasts)), default=0.0)
+    best_of_all = find_best(select_fitting(forecasts))
+
+    def compute_share(found: Forecast) -> float:
+        mine, best = (each.get_sort_key(by, neutral_batch)[0] for each in (found, best_of_all or found))
+        return best / mine if by == "memory" else mine / best
+
     verdicts = []
     for kind in KINDS:
         found = [each for each in forecasts if classify_plan(each.plan) == kind]
         reasons = [reason for plan, reason in refused if classify_plan(plan) == kind]
         count = len(found) + len(reasons)
-        if fitting := select_fitting(found):
-            best = max(fitting, key=get_speed)
-            verdicts.append(Verdict(kind, count, best, True, get_speed(best) / fastest))
+        if best := find_best(select_fitting(found)):
+            verdicts.append(Verdict(kind, count, best, True, compute_share(best)))
         elif found:
             verdicts.append(Verdict(kind, count, min(found, key=lambda each: each.peak_bytes)))
         elif reasons:
             verdicts.append(Verdict(kind, count, reason=reasons[0]))
     plans = [*(each.plan for each in forecasts), *(plan for plan, _ in refused)]
-    return Explanation(plans[0].ranks if plans else 0, tuple(verdicts), rank_bytes, neutral_batch)
+    return Explanation(plans[0].ranks if plans else 0, tuple(verdicts), rank_bytes, neutral_batch, by=by)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engines.formatting import FactTable, format_bytes, format_number, format_seconds, format_shares
+from engines.errors import PlanError
+from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_seconds, format_shares
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
 from engines.predict.machine import Machine
+from engines.predict.machines import find_other_precision
 from engines.predict.rank_memory import RankMemory, compile_replica, predict_rank_memory
 from engines.predict.simulate import simulate
 from engines.predict.tallies import RankTally
@@ -18,11 +20,21 @@ from engines.program.program import Program, Traffic, count_traffic
 from engines.program.timeline import Timeline, compute_time_shares
 from engines.spatial.layout import compute_threads
 
+ORDERS = {"speed": "most images per second", "memory": "least memory of the fullest rank"}
+"""What plans may be ordered `by`, and which of them is then the best."""
+
+
+def check_order(by: str) -> None:
+    """Raise PlanError unless plans can be ordered `by` that."""
+    if by not in ORDERS:
+        raise PlanError(describe_unknown(f"by={by!r} is unknown", by, ORDERS))
+
 
 @dataclass(frozen=True, repr=False)
 class Forecast(FactTable):
     """The forecast of one training step under a plan on a machine. `images` is the number of images in a step.
 
+    Times are those of a machine that computes in `timed_in`, or in the plan's precision if that is empty.
     All replicas do the same at the same time, so `timeline` and `memory` cover only the simulated ranks: the first
     ranks of the plan, at least one replica.
     """
@@ -31,6 +43,7 @@ class Forecast(FactTable):
     timeline: Timeline
     memory: tuple[RankMemory, ...]
     images: int
+    timed_in: str = ""
 
     caption = "Forecast of a step"
 
@@ -38,11 +51,16 @@ class Forecast(FactTable):
     def facts(self) -> dict[str, object]:
         return {
             "plan": self.plan.summary,
-            "time of a step": format_seconds(self.seconds),
+            "time of a step": format_seconds(self.seconds) + self.time_note,
             "images": f"{self.images:,} a step, {format_number(self.images_per_s)} a second",
             "memory of the fullest rank": format_bytes(self.peak_bytes),
             "time of a rank": format_shares(compute_time_shares(self.timeline)),
         }
+
+    @property
+    def time_note(self) -> str:
+        """In brackets, that times are not those of the plan's precision; empty if they are."""
+        return f" (as in {self.timed_in}, for {self.plan.precision} is not known)" if self.timed_in else ""
 
     @property
     def ranks(self) -> int:
@@ -73,6 +91,14 @@ class Forecast(FactTable):
         """Return the images per second, as the function `compute_throughput`."""
         return compute_throughput(self.images, self.seconds, neutral_batch)
 
+    def get_sort_key(self, by: str = "speed", neutral_batch: int | None = None) -> tuple[float, float]:
+        """Return a pair of numbers that is the smaller the better the plan is, `by` speed or memory.
+
+        Of plans that need the same memory the faster one is better, and of equally fast ones that with less memory.
+        """
+        memory, speed = float(self.peak_bytes), -self.compute_throughput(neutral_batch)
+        return (memory, speed) if by == "memory" else (speed, memory)
+
 
 def compute_throughput(images: int, seconds: float, neutral_batch: int | None = None) -> float:
     """Return the images per second of steps of `images` images, as far as the images count.
@@ -99,7 +125,8 @@ def forecast(graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimi
     One replica is compiled and counted, and as many copies of it are simulated as the machine can tell apart (see
     `count_copies`). A `CostModel` is a machine whose costs are cached for further plans.
     `optimiser_states` as in `predict_rank_memory`.
-    Raises PlanError or TraceError if the plan does not fit the model.
+    A machine that is known by name computes in the plan's precision, if its speed in that is known. Raises PlanError or
+    TraceError if the plan does not fit the model.
     """
     return forecast_programs(graph, plan, machine, *compile_replica(graph, plan, optimiser_states))
 
@@ -117,13 +144,14 @@ def forecast_programs(
     `programs`, `tallies` and `memory` are those of the ranks of the first replica, in rank order.
     Raises PlanError if the machine has no speed for a kernel of the model.
     """
-    prices = CostModel.from_machine(machine)
+    prices = CostModel.from_machine(machine).adapt_to_precision(plan.precision)
     machine, copies = prices.machine, count_copies(plan, prices.machine)
     threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
     recompute, offload = plan.checkpoint_activations, plan.offload_activations
     timeline = simulate(programs, tallies, prices, threads, recompute, copies, offload)
     found = (replace(each, rank=each.rank + copy * len(memory)) for copy in range(copies) for each in memory)
-    return Forecast(plan, timeline, tuple(found), plan.micro_batches * graph.inputs["images"].shape[0])
+    images = plan.micro_batches * graph.inputs["images"].shape[0]
+    return Forecast(plan, timeline, tuple(found), images, find_other_precision(machine, plan.precision))
 
 
 def count_copies(plan: Plan, machine: Machine) -> int:

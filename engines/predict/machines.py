@@ -11,6 +11,7 @@ from typing import Any
 
 from engines.errors import PlanError
 from engines.formatting import describe_unknown
+from engines.plan import HALF
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
@@ -260,15 +261,44 @@ _BUILT = (
     (DGX_H200, H200),
     (FRONTERA, QUARTER_8280),
 )
+HALF_NAME = ", half precision"
+"""The end of the names of machines that compute in half precision."""
 MACHINES = {node.name: make_machine(node, processor) for node, processor in _BUILT}
-"""The machines by name, those of GPUs in half precision too; `source` says where each number is from."""
+"""The machines by name, those of GPUs in half precision too; `source` says where each number is from.
+
+A plan in bfloat16 or float16 is predicted on the one in half precision, whichever of the two is named.
+"""
 
 # Half precision moves half of the bytes, and its products run on the tensor cores.
 for _node, _processor in _BUILT:
     if _processor in _HALF:
         _half = replace(_processor, flop_per_s=_HALF[_processor], number_bytes=2)
-        _name = f"{_node.name}, half precision"
+        _name = f"{_node.name}{HALF_NAME}"
         MACHINES[_name] = make_machine(replace(_node, name=_name), _half)
+
+
+def adapt_to_precision(machine: Machine, precision: str) -> Machine:
+    """Return the machine that is known by name as it computes in a precision; itself if its speed in that is not known.
+
+    >>> adapt_to_precision(MACHINES["Summit"], "bfloat16").name, adapt_to_precision(MACHINES["Summit"], "float32").name
+    ('Summit, half precision', 'Summit')
+    """
+    if MACHINES.get(machine.name) != machine:  # measured, or described by someone else
+        return machine
+    name = machine.name.removesuffix(HALF_NAME)
+    return MACHINES.get(f"{name}{HALF_NAME}" if precision in HALF else name, machine)
+
+
+def find_other_precision(machine: Machine, precision: str) -> str:
+    """Return the precision in which a machine computes if it is another one than a plan's, else an empty text.
+
+    >>> find_other_precision(MACHINES["Frontera"], "bfloat16"), find_other_precision(MACHINES["Frontera"], "float32")
+    ('float32', '')
+    """
+    is_half = machine.name.endswith(HALF_NAME)
+    if precision in HALF if is_half else precision == "float32":
+        return ""
+    return HALF_NAME.strip(", ") if is_half else "float32"
 
 
 def resolve_machine(asked: Machine | str) -> Machine:

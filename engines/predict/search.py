@@ -10,7 +10,7 @@ from engines.formatting import format_bytes
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
-from engines.predict.forecast import Forecast, forecast
+from engines.predict.forecast import Forecast, check_order, forecast
 from engines.predict.machine import Machine
 
 _MANY = 12
@@ -19,7 +19,7 @@ _MANY = 12
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The plans that are `fitting`, the fastest first, those `refused`, each with the reason, and those `too_large`."""
+    """The plans that are `fitting`, the best first, those `refused`, each with the reason, and those `too_large`."""
 
     fitting: tuple[Forecast, ...]
     refused: tuple[tuple[Plan, str], ...] = ()
@@ -36,16 +36,19 @@ def search(
     seen: Callable[[int, int], None] = lambda done, of: None,
     asked: Sequence[Plan] | None = None,
     neutral_batch: int | None = None,
+    by: str = "speed",
 ) -> SearchResult:
-    """Return the forecasts of all plans (or those in `asked`) for exactly `ranks` ranks, the fastest first.
+    """Return the forecasts of all plans (or those in `asked`) for exactly `ranks` ranks, the best first.
 
-    They are ordered by predicted images per second. With a `neutral_batch`, the number of images in an update beyond
-    which accuracy suffers, the order is that of `compute_throughput`.
+    They are ordered `by` the predicted speed, in images per second, or `by` "memory", that of the fullest rank, the
+    least first. With a `neutral_batch`, the number of images in an update beyond which accuracy suffers, the speed is
+    that of `compute_throughput`.
     `batch` is the number of images in a batch, `graph_of` returns the traced micro-batch of a plan, and `rank_bytes` is
-    the memory that a rank may use (None: unlimited). A plan that does not fit is replaced by the same plan with
-    `checkpoint_activations`, if that needs less memory. `seen(done, of)` is called after each plan.
+    the memory that a rank may use (None: unlimited). A plan that does not fit, or each plan `by` memory, is replaced by
+    the same plan with `checkpoint_activations`, if that needs less memory. `seen(done, of)` is called after each plan.
     Raises PlanError if no plan can run, with some of the reasons.
     """
+    check_order(by)
     asked = list(generate_plans(ranks, batch)) if asked is None else asked
     prices = CostModel(machine)
     fitting: list[Forecast] = []
@@ -59,10 +62,10 @@ def search(
         return rank_bytes is None or found.peak_bytes <= rank_bytes
 
     for done, plan in enumerate(asked, 1):
-        # Checkpointing costs another forward pass. A plan that fits without it is never faster with it.
+        # Checkpointing costs another forward pass. A plan that fits without it is never faster with it, but needs more.
         try:
             found = predict_plan(plan)
-            if not can_fit(found) and not plan.checkpoint_activations:
+            if (by == "memory" or not can_fit(found)) and not plan.checkpoint_activations:
                 lean = predict_plan(replace(plan, checkpoint_activations=True))
                 found = min(found, lean, key=lambda each: each.peak_bytes)
         except (PlanError, TraceError) as error:
@@ -70,7 +73,7 @@ def search(
         else:
             (fitting if can_fit(found) else too_large).append(found)
         seen(done, len(asked))
-    fitting.sort(key=lambda each: -each.compute_throughput(neutral_batch))
+    fitting.sort(key=lambda each: each.get_sort_key(by, neutral_batch))
     too_large.sort(key=lambda each: each.peak_bytes)
     if fitting:
         return SearchResult(tuple(fitting), tuple(refused), tuple(too_large))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from engines.errors import PlanError, TraceError
-from engines.formatting import FactTable, describe_unknown, format_number, format_percent, format_shares
+from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent, format_shares
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
-from engines.predict.forecast import Forecast, forecast
+from engines.predict.forecast import Forecast, check_order, forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
 from engines.predict.search import generate_plans
@@ -35,10 +35,12 @@ class Capabilities(FactTable):
     batch: int
     rank_bytes: int | None
     by_size: Mapping[int, Explanation]
+    by: str = "speed"
 
     @property
     def caption(self) -> str:
-        return f"{self.model} on {self.ranks:,} ranks of {self.machine}, the fastest by the side of an image"
+        best = "the fastest" if self.by == "speed" else "the least memory"
+        return f"{self.model} on {self.ranks:,} ranks of {self.machine}, {best} by the side of an image"
 
     @property
     def facts(self) -> dict[str, object]:
@@ -46,7 +48,7 @@ class Capabilities(FactTable):
         return {
             f"{size:,} px": "nothing fits"
             if best is None or best.best is None
-            else f"{best.title}, {format_number(best.best.images_per_s)} images/s"
+            else f"{best.title}, {format_number(best.best.images_per_s)} images/s, {format_bytes(best.best.peak_bytes)}"
             for size, best in bests.items()
         }
 
@@ -71,18 +73,21 @@ def capabilities(
     asked: Sequence[Plan] | None = None,
     rank_bytes: int | None = None,
     seen: Callable[[int, int], None] = lambda done, of: None,
+    by: str = "speed",
 ) -> Capabilities:
     """Return the best plan of each kind for all ranks at each image size, by forecasts of the model itself.
 
-    Of each kind some plans are considered, evenly sampled from all that are searched, or else the plans `asked`.
-    `rank_bytes` is the memory that a rank may use (None: that of the machine). `seen(done, of)` is called after each
-    plan. `machine` may be a name. Raises PlanError if there is no plan or no size.
+    The best plan is the fastest one that fits into `rank_bytes` of each rank (None: the machine's memory), such as
+    `rank_bytes=8 * 10**9`; `by="memory"` it is the one whose fullest rank needs least. Of each kind some plans are
+    considered, evenly sampled from all that are searched, or else the plans `asked`. `seen(done, of)` is called after
+    each plan. `machine` may be a name. Raises PlanError if there is no plan or no size.
 
     >>> from mpi4dl_nb import capabilities, resnet20_v1
     >>> found = capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2)
     >>> list(found.by_size)
     [64]
     """
+    check_order(by)
     chosen = tuple(select_plans(ranks, batch) if asked is None else asked)
     if not chosen or not sizes_px or min(sizes_px) < 1:
         raise PlanError(f"{len(chosen)} plans at sizes_px={tuple(sizes_px)}: give at least one plan, and sizes from 1.")
@@ -100,8 +105,8 @@ def capabilities(
                 refused.append((plan, str(error)))
             done += 1
             seen(done, len(chosen) * len(sizes_px))
-        found[size] = explain(forecasts, refused, limit)
-    return Capabilities(sizes.name, machine.name, ranks, batch, limit, found)
+        found[size] = explain(forecasts, refused, limit, by=by)
+    return Capabilities(sizes.name, machine.name, ranks, batch, limit, found, by)
 
 
 def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:

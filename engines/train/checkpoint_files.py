@@ -25,6 +25,8 @@ from engines.train.checkpoint_folder import (
     describe_remedy,
     flush_to_disk,
     get_free_bytes,
+    get_named_step,
+    list_checkpoints,
     lock_folder,
     make_damaged_error,
     make_read_error,
@@ -36,6 +38,8 @@ from engines.train.checkpoint_folder import (
 # `checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input.
 
 FORMAT = 1
+TRAINING = "training"
+"""The key of the id of the training that saved the checkpoint; earlier versions wrote none."""
 MOST_STEPS = 1 << 53
 """More steps than any training makes, and still exact as a float."""
 
@@ -89,11 +93,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise make_damaged_error(
             path, f"{MANIFEST} does not say what {wrong[0]!r} is, but {str(read.get(wrong[0]))[:40]}"
         )
-    if read["loss_scale"] is not None and read["good_steps"] >= GOOD_STEPS:
-        raise make_damaged_error(
-            path, f"it counts {read['good_steps']} good steps, but the loss scale grows after {GOOD_STEPS}"
-        )
+    if wrong := _find_contradiction(path, read):
+        raise make_damaged_error(path, wrong)
     return read
+
+
+def _find_contradiction(path: Path, manifest: Mapping[str, Any]) -> str:
+    """Return what in a manifest contradicts the checkpoint's name or itself; empty if nothing does."""
+    if not isinstance(manifest.get(TRAINING, ""), str):
+        return f"{MANIFEST} does not say which training it is of"
+    if (named := get_named_step(path)) not in (None, manifest["step"]):
+        return f"its name says {named} steps, but {MANIFEST} {manifest['step']}"
+    if manifest["loss_scale"] is not None and manifest["good_steps"] >= GOOD_STEPS:
+        return f"it counts {manifest['good_steps']} good steps, but the loss scale grows after {GOOD_STEPS}"
+    return ""
+
+
+def read_identity(path: Path) -> str | None:
+    """Return the id of the training that saved a checkpoint: "" if it has none; None if its manifest is not whole."""
+    try:
+        return str(read_manifest(path).get(TRAINING, ""))
+    except CheckpointError:
+        return None
 
 
 def _make_integer_check(least: int, most: int) -> Callable[[Any], bool]:
@@ -270,7 +291,7 @@ class CheckpointWriter:
                 self._failure = error
 
     def finish(self, manifest: Mapping[str, Any], keep: int) -> Path:
-        """Publish the checkpoint on disk and remove all but the last `keep`. Raises CheckpointError."""
+        """Publish the checkpoint on disk and remove all but the last `keep` of its training. Raises CheckpointError."""
         try:
             if self._failure:
                 raise self._failure
@@ -292,7 +313,9 @@ class CheckpointWriter:
                 f"cut it may be missing. All earlier checkpoints stay. {describe_remedy(error.errno)}"
             ) from error
         with suppress(OSError):  # one too many is no failure
-            prune(self.folder, keep)  # last: until the new checkpoint is on disk, no old one goes
+            # Last: until the new checkpoint is on disk, no old one goes.
+            own = [path for path in list_checkpoints(self.folder) if read_identity(path) == manifest[TRAINING]]
+            prune(own, keep)
         return found
 
     def discard(self) -> None:

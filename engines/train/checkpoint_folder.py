@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -91,6 +91,7 @@ def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointEr
 #     FOLDER/00007-step-350/       a checkpoint; the one with the highest first number is the newest
 #     FOLDER/00008-step-400/
 #     FOLDER/.partial-00009/       a draft: being written, or left by a killed training and removed by the next save
+#     FOLDER/.lock                 while a training saves
 #
 # A checkpoint is written under its partial name, flushed to disk, and then renamed, which file systems do atomically.
 
@@ -98,15 +99,30 @@ def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointEr
 MANIFEST = "checkpoint.json"
 """The file that makes a folder a checkpoint."""
 
-_NAME = re.compile(r"(\d+)-step-\d+")
+_NAME = re.compile(r"(\d+)-step-(\d+)")
 _PARTIAL = ".partial-"
+_LOCK = ".lock"
+
+
+def get_named_step(path: Path) -> int | None:
+    """Return the number of steps that a checkpoint's name states; None if it has another name.
+
+    >>> get_named_step(Path("runs/00007-step-350")), get_named_step(Path("best"))
+    (350, None)
+    """
+    match = _NAME.fullmatch(path.name)
+    return int(match[2]) if match else None
+
+
+def get_number(path: Path) -> int:
+    """Return the number with which a checkpoint's name begins, by which they are sorted: 100000 comes after 99999."""
+    return int(path.name.partition("-")[0])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the oldest first."""
-    # By the number, not by the name: 100000 comes after 99999.
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if path.is_dir()]
+    found = sorted((get_number(path), path) for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return [path for _, path in found if path.is_dir()]
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -139,22 +155,55 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Without the lock, another training's draft could be taken for a leftover and removed. The system releases the lock
     when the process ends, however it ends. Raises CheckpointError, OSError.
     """
-    # The lock is on the folder itself, so that no lock file is left behind.
+    # Anyone who may read a file can lock it, and so block whoever saves: the lock is on a file that its owner alone may
+    # open, not on the folder.
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    path = folder / _LOCK
+    handle = _take_lock(path)
+    # The file goes before the lock: who has opened it meanwhile sees that it is no longer the one in the folder.
+    while not _is_same_file(handle, path):
+        os.close(handle)
+        handle = _take_lock(path)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"{folder}: another training is saving into this folder. Give each training a folder of its own."
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks go unlocked
-                raise
         yield
     finally:
+        with suppress(OSError):
+            path.unlink()
         os.close(handle)
+
+
+def _take_lock(path: Path) -> int:
+    """Return an open handle of the lock file at `path`, which is locked. Raises CheckpointError, OSError."""
+    folder = path.parent
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except PermissionError as error:
+        if not path.exists():
+            raise
+        raise CheckpointError(
+            f"{path} is of another user, who is saving into this folder, or was stopped while doing so. Give each "
+            "training a folder of its own."
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks go unlocked
+            return handle
+        os.close(handle)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise CheckpointError(
+            f"{folder}: another training is saving into this folder. Give each training a folder of its own."
+        ) from error
+    return handle
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    """Return whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def create_draft(folder: Path) -> Path:
@@ -162,7 +211,7 @@ def create_draft(folder: Path) -> Path:
     # Safe only under `lock_folder`: no other process is writing any of these.
     for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)
-    number = max((int(path.name.partition("-")[0]) for path in list_checkpoints(folder)), default=0) + 1
+    number = max(map(get_number, list_checkpoints(folder)), default=0) + 1
     made = folder / f"{_PARTIAL}{number:05}"
     made.mkdir()
     return made
@@ -209,12 +258,12 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints, as far as possible.
+def prune(paths: Sequence[Path], keep: int) -> None:
+    """Remove all but the last `keep` of these checkpoints, which are sorted, as far as possible.
 
     Each one is renamed to a draft first, so that a partly removed checkpoint counts as a leftover.
     """
-    for path in list_checkpoints(folder)[:-keep]:
+    for path in paths[:-keep]:
         gone = path.with_name(f"{_PARTIAL}old-{path.name}")
         with suppress(OSError):
             path.rename(gone)

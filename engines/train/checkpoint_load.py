@@ -33,25 +33,33 @@ from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 
 
-def open_checkpoint(path: Path, recipe: Recipe) -> Checkpoint:
-    """Open and verify the checkpoint at `path`, or the newest intact one of that folder. Raises CheckpointError."""
+def open_checkpoint(path: Path, recipe: Recipe, identity: str | None = None) -> Checkpoint:
+    """Open and verify the checkpoint at `path`, or the newest intact one of a training in that folder.
+
+    `identity` is the id of the training that asks; see `find_own_checkpoints`. Raises CheckpointError.
+    """
     with torch.random.fork_rng(devices=[]):  # the user's function that makes the optimiser may draw random numbers
-        checkpoint = Checkpoint.open(path, partial(check_fits_recipe, recipe=recipe))
+        checkpoint = Checkpoint.open(path, partial(check_fits_recipe, recipe=recipe), identity=identity)
         check_fits_recipe(checkpoint, recipe)
     return checkpoint
 
 
 def load(training: RankTraining, path: Path) -> Checkpoint:
-    """Resume from the checkpoint at `path`, or the newest intact one of that folder. Collective, between steps.
+    """Resume from the checkpoint at `path`, or the newest intact one of a training in that folder.
 
-    The checkpoint may have been saved under any other plan. Every rank reads the files itself. Weights keep the dtypes
-    of this plan; the loss scale is that of the checkpoint, if both use one. Raises CheckpointError on every rank. The
-    training is then unchanged on all ranks.
+    Collective, between steps. The checkpoint may have been saved under any other plan. Every rank reads the files
+    itself. Weights keep the dtypes of this plan; the loss scale is that of the checkpoint, if both use one. The
+    training goes on under the checkpoint's id. Raises CheckpointError on every rank. The training is then unchanged on
+    all ranks.
     """
     world = training.worker.world
     # Rank 0 chooses and verifies the checkpoint for all: ranks that chose for themselves could pick different ones.
     # Each rank then stages its state, and nothing is applied before `run_on_all` has shown that no rank failed.
-    first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
+    first = run_on_all(
+        world,
+        lambda: None if world.rank else open_checkpoint(path, training.recipe, training.identity),
+        CheckpointError,
+    )
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
     checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
     # From here on nothing can fail. But an interrupt may stop a rank half-way: until all is done, its count of updates
@@ -61,7 +69,7 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
         for held in (training.weights, training.buffers, training.kept):
             for name in held.keys() & tensors.keys():
                 held[name].copy_(tensors[name])
-    training.worker.optimiser_step = descent
+    training.worker.optimiser_step, training.identity = descent, checkpoint.identity
     training.worker.steps, training.worker.seed = checkpoint.step + 1, checkpoint.manifest["seed"]
     return replace(checkpoint, passed_over=passed_over)
 
@@ -250,8 +258,9 @@ def optimiser_state(
 ) -> dict[str, Any]:
     """Return the argument of `optimiser.load_state_dict`; the optimiser may list its weights in any order.
 
-    `optimiser` updates weights of `model` (and of `loss`). `path` is a checkpoint or a folder of checkpoints. Of a
-    folder the newest intact one is read, with a warning for each newer one that is damaged. Raises CheckpointError.
+    `optimiser` updates weights of `model` (and of `loss`). `path` is a checkpoint or a folder of checkpoints of one
+    training. Of a folder the newest intact one is read, with a warning for each newer one that is damaged. Raises
+    CheckpointError, also if the folder has the checkpoints of several trainings: then name one.
 
     >>> import tempfile, torch
     >>> from mpi4dl_nb import Cluster, Plan, Training, optimiser_state, resnet20_v1

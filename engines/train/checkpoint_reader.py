@@ -20,8 +20,9 @@ from torch import Tensor
 from engines.errors import DamagedError, Mpi4dlError
 from engines.graph.owners import OWNERS
 from engines.images.regular_file import open_regular
-from engines.train.checkpoint_files import HEADER_BYTES, read_manifest
-from engines.train.checkpoint_folder import find_checkpoints, make_damaged_error, make_read_error
+from engines.train.checkpoint_files import HEADER_BYTES, TRAINING, read_manifest
+from engines.train.checkpoint_folder import get_number, make_damaged_error, make_read_error
+from engines.train.checkpoint_owner import find_own_checkpoints
 from engines.train.checkpoint_state import WeightState
 
 STATE = "training.safetensors"
@@ -45,7 +46,7 @@ _FILES = (*map(get_tensor_file, OWNERS), STATE)
 class Checkpoint:
     """One checkpoint on disk. `manifest` is its JSON, complete and of a supported format.
 
-    `passed_over` holds one message for each newer, damaged checkpoint of the same folder that was skipped.
+    `passed_over` holds a message for each newer checkpoint of the folder that is damaged, and one for those of others.
     """
 
     path: Path
@@ -54,9 +55,15 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, path: Path, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
+        cls,
+        path: Path,
+        hold: Callable[[Checkpoint], object] | None = None,
+        only: Collection[str] | None = None,
+        identity: str | None = None,
     ) -> Checkpoint:
-        """Return the checkpoint at `path`, or the newest intact one if `path` is a folder of checkpoints.
+        """Return the checkpoint at `path`, or the newest intact one of a training if `path` is a folder of checkpoints.
+
+        Which training that is, `find_own_checkpoints` says; `identity` is the id of the one that asks.
 
         Every byte of its files is read and compared with the checksums. With `only`, the other files are neither read
         nor required to exist. `hold` checks whether a checkpoint fits its purpose. For a large checkpoint, `hold` is
@@ -68,17 +75,19 @@ class Checkpoint:
         #             does not fit             -> raises
         #             cannot be read now       -> raises
         #             whole                    -> taken
-        found = find_checkpoints(path)
+        found, others = find_own_checkpoints(path, identity)
         wrong: list[DamagedError] = []
         for each in found:
             try:
                 if each != path and each.is_symlink() and not each.resolve().is_relative_to(each.parent.resolve()):
                     raise make_damaged_error(each, "it is a link that leads out of its folder")
-                passed_over = tuple(
+                passed_over = [
                     f"{damaged} is damaged, and an older checkpoint is taken: {error.why}."
                     for damaged, error in zip(found, wrong, strict=False)
-                )
-                checkpoint = cls(each, read_manifest(each), passed_over)
+                ]
+                if newer := [other for other in others if get_number(other) > get_number(each)]:
+                    passed_over.append(f"{newer[0]} is newer, but of another training: {each} is of this one.")
+                checkpoint = cls(each, read_manifest(each), tuple(passed_over))
                 checkpoint._check_files(hold, only)
                 return checkpoint
             # Only damage leads to the next older checkpoint. A checkpoint that does not fit, or that cannot be read
@@ -91,7 +100,7 @@ class Checkpoint:
         raise DamagedError(f"{path}: none of its {len(found)} checkpoints is whole.{listed}")
 
     def warn_of_passed_over(self, stacklevel: int) -> None:
-        """Warn of each newer, damaged checkpoint: the training resumes from an earlier step than expected."""
+        """Warn of newer checkpoints that were passed over: the training resumes from an earlier step than expected."""
         for text in self.passed_over:
             warnings.warn(text, stacklevel=stacklevel + 1)
 
@@ -99,6 +108,11 @@ class Checkpoint:
     def step(self) -> int:
         """Number of steps that the training had completed."""
         return int(self.manifest["step"])
+
+    @property
+    def identity(self) -> str:
+        """The id of the training that saved it; "" if it was saved without one."""
+        return str(self.manifest.get(TRAINING, ""))
 
     @property
     def feed(self) -> Any:

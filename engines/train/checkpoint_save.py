@@ -21,7 +21,15 @@ from engines.comm.world import TENSOR_TAG, Message, World, run_on_all
 from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.output_meaning import find_output_meaning
-from engines.train.checkpoint_files import FORMAT, CheckpointWriter, check_writable, count_file_bytes, get_tensor_spec
+from engines.train.checkpoint_files import (
+    FORMAT,
+    TRAINING,
+    CheckpointWriter,
+    check_writable,
+    count_file_bytes,
+    get_tensor_spec,
+)
+from engines.train.checkpoint_owner import describe_others
 from engines.train.checkpoint_reader import STATE, get_tensor_file
 from engines.train.checkpoint_state import WeightState, collect_weight_states, encode_value
 from engines.train.interrupts import StoppedError
@@ -145,6 +153,7 @@ class _CheckpointContents:
             weights[name] = {"options": number, "tensors": list(state.tensors), "values": dict(state.values)}
         return {
             "format": FORMAT,
+            TRAINING: training.identity,
             "package": package,
             "torch": torch.__version__,
             "step": worker.steps - 1,
@@ -169,7 +178,9 @@ KEEP = 3
 
 
 def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEEP) -> Path:
-    """Write a checkpoint into `folder` and return its path; the last `keep` are kept. Collective, between steps.
+    """Write a checkpoint into `folder` and return its path; the last `keep` of this training are kept.
+
+    Collective, between steps. Checkpoints of other trainings stay.
 
     `feed` is the result of `RankLoader.get_state`, or None; `load` returns it. Rank 0 writes, and holds one tensor of
     another rank at a time. Raises CheckpointError on every rank. The training and the existing checkpoints are then
@@ -300,6 +311,8 @@ def make_rank_manager(
     """
     world = training.worker.world
     run_on_all(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
+    if world.rank == 0 and (others := describe_others(folder, training.identity)):
+        print(others, file=sys.stderr, flush=True)
     return CheckpointManager(
         save=lambda: save(training, folder, state(), keep),
         step=lambda: training.worker.steps - 1,

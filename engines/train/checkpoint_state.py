@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections import Counter
@@ -120,9 +121,8 @@ def _check_like(found: Any, fresh: Any, where: str) -> None:
         (fresh is None and _get_kind(found) in ("number", "text")) or (found is None and isinstance(fresh, bool))
     ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
-    elif _get_kind(found) == "number" and not _is_finite(found) and (fresh is None or _is_finite(fresh)):
-        value = found.item() if isinstance(found, Tensor) else found
-        raise ValueError(f"{where} is {str(value)[:20]}, which is no number that a step can take")
+    elif _get_kind(found) == "number" and (wrong := _describe_wrong_number(found, fresh)):
+        raise ValueError(f"{where} is {wrong}")
     elif isinstance(found, list | tuple) and fresh:
         for index, value in enumerate(found):  # past the end of `fresh`, its last item is the sample
             _check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
@@ -130,6 +130,17 @@ def _check_like(found: Any, fresh: Any, where: str) -> None:
         for key, value in found.items():  # keys are numbers, as in milestones
             _check_like(key, next(iter(fresh)), f"a key of {where}")
             _check_like(value, next(iter(fresh.values())), f"{where}[{key}]")
+
+
+def _describe_wrong_number(found: Any, fresh: Any) -> str:
+    """Return what is wrong with a saved number, where a fresh one is `fresh`; empty if a step can take it."""
+    if isinstance(fresh, bool) and found not in (0, 1):
+        why = "which is neither on nor off"
+    elif not _is_finite(found) and (fresh is None or _is_finite(fresh)):
+        why = "which is no number that a step can take"
+    else:
+        return ""
+    return f"{str(found.item() if isinstance(found, Tensor) else found)[:20]}, {why}"
 
 
 def _is_finite(number: Any) -> bool:
@@ -206,6 +217,20 @@ def collect_weight_states(
     return states, tensors
 
 
+def find_refused_options(optimiser: torch.optim.Optimizer, options: Mapping[str, Any]) -> str:
+    """Return why the optimiser's class refuses the options of a group, as it would if a user gave them; or "".
+
+    >>> find_refused_options(torch.optim.Adam([torch.zeros(1)]), {"lr": 0.1, "betas": (1.5, 0.9)})
+    'Invalid beta parameter at index 0: 1.5'
+    """
+    # The valid range of an option is known to the class alone, whose constructor checks it: a step would only compute
+    # something wrong. Choices of kernels are left out, as some exist on GPUs only.
+    names = inspect.signature(type(optimiser)).parameters.keys() - {"params", "param_names", "fused", "foreach"}
+    given = {name: copy.deepcopy(options[name]) for name in options.keys() & names}
+    error = _find_failure(lambda: type(optimiser)([nn.Parameter(torch.zeros(2, 2))], **given))
+    return "" if error is None else str(error) or type(error).__name__
+
+
 def make_optimiser_state(
     optimiser: torch.optim.Optimizer,
     names: Mapping[int, str],
@@ -235,6 +260,8 @@ def make_optimiser_state(
         known = options.keys() & packed.keys()  # schedulers add others, which no step reads
         kind = type(optimiser).__name__
         _check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind)
+        if not find_refused_options(optimiser, group) and (why := find_refused_options(optimiser, group | options)):
+            raise ValueError(f"{kind} refuses the options of {saved[0] if saved else 'a group'}: {why}")
         packed.update(options)
         for index, name, weight in zip(packed["params"], own, group["params"], strict=True):
             if name not in states:
@@ -323,6 +350,9 @@ def check_scheduler_step(
     for group in trial.param_groups:
         if not _is_finite(group["lr"]):
             raise ValueError(f"{kind} steps from this state to a learning rate of {group['lr']}")
+        usual = optimiser.param_groups[0]
+        if not find_refused_options(trial, usual) and (why := find_refused_options(trial, group)):
+            raise ValueError(f"{kind} steps from this state to options that {type(trial).__name__} refuses: {why}")
 
 
 def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:

@@ -23,6 +23,7 @@ from engines.inference.rank_predictor import RankPredictor
 from engines.inference.tile_stitcher import MakeSink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPredictor
 from engines.predict.calibrate import Calibration
+from engines.predict.calibrate import measure_load as measure_foreign_load
 from engines.predict.calibration_runs import CalibrationRecipes
 from engines.predict.kernel_effects import LiveBytes
 from engines.predict.machine import Machine
@@ -67,11 +68,12 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
     return found
 
 
-def create(host: RankServer, name: str, freed: Sequence[str], recipe: Recipe) -> None:
-    """Create a training; those whose names are `freed` are dropped before."""
+def create(host: RankServer, name: str, freed: Sequence[str], identity: str, recipe: Recipe) -> None:
+    """Create a training, whose checkpoints have the id `identity`; those whose names are `freed` are dropped before."""
     for other in freed:
         drop(host, other)
-    host.trainings[name] = RankTraining(host.world, recipe)
+    made = host.trainings[name] = RankTraining(host.world, recipe)
+    made.identity = identity
 
 
 def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
@@ -235,6 +237,10 @@ def abort_debug_step(host: RankServer, number: str) -> None:
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next
+
+
+def measure_load(host: RankServer) -> float:
+    return measure_foreign_load(host.world)
 
 
 def start_calibration(host: RankServer, recipes: CalibrationRecipes, quick: bool) -> None:

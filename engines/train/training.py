@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ class RankTraining:
         self.images = count_step_images(recipe)
         self.sizes = {self.images: found}
         self.worker, self.counting = found.worker, found.counting
+        self.identity = uuid.uuid4().hex  # which checkpoints are this training's
         self.recent: deque[float] = deque(maxlen=5)  # past losses, to find out whether they grew
 
     def _make_setup(

@@ -34,8 +34,8 @@ def describe_forecast(found: Forecast, machine: Machine) -> str:
     room = f" of {format_bytes(limit)}" if limit else ""
     room += ": it does not fit" if limit and limit < found.peak_bytes else ""
     return (
-        f"Predicted on {machine.name}: {format_seconds(found.seconds)} a step, {format_number(found.images_per_s)} "
-        f"images/s; the fullest rank holds {format_bytes(found.peak_bytes)}{room}."
+        f"Predicted on {machine.name}: {format_seconds(found.seconds)} a step{found.time_note}, "
+        f"{format_number(found.images_per_s)} images/s; the fullest rank holds {format_bytes(found.peak_bytes)}{room}."
     )
 
 

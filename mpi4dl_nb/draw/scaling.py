@@ -166,7 +166,8 @@ FAST, HALF = 0.9, 0.5
 def show_capabilities(found: Capabilities) -> Drawing:
     """Draw the images/s of the best plan of each kind of parallelism (rows) at each image size (columns).
 
-    If no plan of a kind fits, the cell gives the memory that the smallest one needs. Below are the fastest plans.
+    If no plan of a kind fits, the cell gives the memory that the smallest one needs. Below are the best plans. If they
+    were sought by memory, the cells give the memory of the fullest rank in place of images/s.
 
     >>> from mpi4dl_nb import capabilities, resnet20_v1, show_capabilities
     >>> figure = show_capabilities(capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2))
@@ -184,13 +185,16 @@ def show_capabilities(found: Capabilities) -> Drawing:
     title = f"What parallelism can do: {found.model} on {ranks} of {found.machine}, batches of {found.batch}, predicted"
     limit = f"; hatched: does not fit into the {format_bytes(found.rank_bytes)} of a rank" if found.rank_bytes else ""
     legend = f"Images per second of the fastest plan of each kind that fits, and its part of the best{limit}."
+    if found.by == "memory":
+        legend = f"Memory of the fullest rank in the leanest plan of each kind, in multiples of the least{limit}."
+    below = "fastest plan" if found.by == "speed" else "plan with the least memory"
     figure.suptitle(textwrap.fill(title, 120), x=0.01, ha="left", fontsize=10.5, weight="bold")
     axes = figure.subplots()
     axes.set_title(legend, loc="left", fontsize=9, pad=10)
     columns = [column + 0.5 for column in range(len(sizes))]
     axes.set(xlim=(0, len(sizes)), ylim=(len(kinds), 0))
     axes.set_xticks(columns, bests, fontsize=8)
-    axes.set_xlabel("fastest plan", fontsize=9)
+    axes.set_xlabel(below, fontsize=9)
     axes.set_yticks([row + 0.5 for row in range(len(kinds))], kinds, fontsize=9.5)
     above = axes.secondary_xaxis("top")
     above.set_xticks(columns, [f"{size:,}" for size in sizes], fontsize=9, weight="bold")
@@ -201,7 +205,7 @@ def show_capabilities(found: Capabilities) -> Drawing:
     figure.freeze_layout()  # the width of a cell on the screen decides which text fits into it
     for column, size in enumerate(sizes):
         for row, kind in enumerate(kinds):
-            look, forms = _describe_verdict(found.get_verdict(kind, size))
+            look, forms = _describe_verdict(found.get_verdict(kind, size), found.by)
             hatch, best = "////" if look == "large" else None, look == "fastest"
             # A hatch has the colour of the edge, so that the outline is a patch of its own. Frames are on top.
             face = {"facecolor": FACES[look], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
@@ -218,15 +222,18 @@ def show_capabilities(found: Capabilities) -> Drawing:
     return figure
 
 
-def _describe_verdict(verdict: Verdict | None) -> tuple[str, list[str]]:
+def _describe_verdict(verdict: Verdict | None, by: str) -> tuple[str, list[str]]:
     """Return the key in `FACES` of a cell, and its text in several forms, the longest first."""
     if verdict is None or verdict.best is None:
         return "none", ["cannot run", "–"]
     if not verdict.fits:
         need = format_bytes(verdict.best.peak_bytes)
         return "large", [f"needs\n{need}", need]
-    rate, share = format_number(verdict.best.images_per_s), format_percent(verdict.share)
+    number, share, best = f"{format_number(verdict.best.images_per_s)}/s", format_percent(verdict.share), "fastest"
+    if by == "memory":
+        number, best = format_bytes(verdict.best.peak_bytes), "least"
+        share = f"{format_number(1 / verdict.share)} times"
     if verdict.share == 1:
-        return "fastest", [f"{rate}/s\nfastest", f"{rate}/s"]
+        return "fastest", [f"{number}\n{best}", number]
     look = "fast" if verdict.share >= FAST else "half" if verdict.share >= HALF else "slow"
-    return look, [f"{rate}/s\n{share}", f"{rate}/s"]
+    return look, [f"{number}\n{share}", number]

@@ -81,8 +81,10 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     )
 
 
-def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | None = None) -> str:
+def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | None = None, by: str = "speed") -> str:
     """Describe which measured plan is the fastest, whether others may be, and how far off the predictions were.
+
+    If plans are ordered `by` memory, the plan that needs least is described first.
 
     A plan may be as fast as the fastest one if the times of their steps overlap. `neutral_batch` as in `tune`.
     """
@@ -100,6 +102,10 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
     rate = format_rate(best.forecast.images, best.measured.median_s, neutral_batch)
     title = "The fastest plan, as measured, is" if others else "Measured:"
     words = f"{title} {describe_plan(best.plan)}: {rate}."
+    if by == "memory" and others:
+        least = min((best, *others), key=lambda each: each.peak_bytes or each.predicted_bytes)
+        held = format_bytes(least.peak_bytes or least.predicted_bytes)
+        words = f"The plan with the least memory, as measured, is {describe_plan(least.plan)}: {held}. {words}"
     slowest = compute_pace(best, max(best.measured.seconds))
     ties = [describe_plan(each.plan) for each in others if compute_pace(each, min(each.measured.seconds)) >= slowest]
     if ties:

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from engines.errors import PlanError, RankError, make_absolute
 from engines.formatting import FactTable, format_names, format_number
 from engines.train.checkpoint_files import check_writable
+from engines.train.checkpoint_owner import describe_others
 from engines.train.checkpoint_save import CheckpointManager
 from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
 from engines.train.train_loop import run
@@ -123,8 +124,10 @@ def fit(
         stack.enter_context(fitting.notify_callbacks())
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
         if saving.folder is not None:
-            check_writable(make_absolute(saving.folder))  # an error now, and not after the first epoch
-            training, tell = loop.training, tqdm.write
+            training, tell, folder = loop.training, tqdm.write, make_absolute(saving.folder)
+            check_writable(folder)  # an error now, and not after the first epoch
+            if others := describe_others(folder, training.identity):
+                warnings.warn(others, stacklevel=3)
             save = partial(training.save, saving.folder, saving.keep)
             fitting.keeper = CheckpointManager(save, lambda: training.steps, saving.every, asked, tell)
         fitting.run_to_end()

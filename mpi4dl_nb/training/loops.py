@@ -17,7 +17,7 @@ from engines.train import rank_functions
 from engines.train.recipe import count_step_images
 from engines.train.train_loop import count_left_over, merge_stats
 from engines.train.training_events import Scores, StepResult
-from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes, get_length
+from mpi4dl_nb.training.batches import Batch, CachedBatches, count_images, find_batch_sizes, get_length
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
 Evaluate = Callable[[], Scores | None]
@@ -41,7 +41,7 @@ class BatchLoop:
     def __init__(
         self,
         training: TrainingHandle,
-        data: Iterable[Batch],
+        data: Iterable[Batch] | CachedBatches,
         evaluate: Evaluate,
         limit: int | None = None,
         drop_last: bool = False,
@@ -89,7 +89,8 @@ class BatchLoop:
     def _seek(self, place: tuple[int, int]) -> None:
         self.epoch, self.number = place
         # An iterator cannot be rewound: it continues where it is.
-        self.batches = self._kept or islice(self._skip_dropped(self.data), self.number, None)
+        data = self.data.iterate_epoch(self.epoch) if isinstance(self.data, CachedBatches) else self.data
+        self.batches = self._kept or islice(self._skip_dropped(data), self.number, None)
         self._batch: Batch | None = None  # the current batch, kept for a retry until its step succeeds
 
     @property

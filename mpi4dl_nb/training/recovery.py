@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engines.errors import DamagedError, PlanError, RankError
+from engines.errors import CheckpointError, DamagedError, PlanError, RankError
 from engines.formatting import format_seconds
 from engines.graph.stages import Layer, cut_stages, find_layers
 from engines.plan import OPTIONS, Plan
 from engines.predict.search import generate_plans, search
+from engines.train.checkpoint_owner import check_outline, read_outline
 from engines.train.optimiser_trial import count_states
 from engines.train.train_loop import compute_smallest_step
 from engines.train.training_events import Recovered, StepResult
@@ -51,13 +53,16 @@ class FailureRecovery:
     def __init__(self, training: TrainingHandle, fewer: bool, renew: Callable[[], None]) -> None:
         self.training, self.fewer, self.renew = training, fewer, renew
         self.mark = FitPosition(0, 0, (), None, is_over=False)
-        self._saved: list[tuple[FitPosition, Path]] = []  # newest last
+        self._saved: list[tuple[FitPosition, Path, dict[str, Any]]] = []  # with their outlines, newest last
         self._passed_over: list[str] = []  # damaged checkpoints that the last recovery skipped, with the reasons
         self._failed: list[tuple[int, int | None]] = []  # (steps done, rank) of failures since the last step
 
     def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
+        """Remember a checkpoint that was just saved at the position `mark`, and what tells it from any other."""
         there = [each for each in self._saved if each[1].exists() and each[1] != path]
-        self._saved = [*there, (mark, path)]
+        with suppress(CheckpointError):  # one that cannot be read even now is none to go back to
+            there.append((mark, path, read_outline(path)))
+        self._saved = there
 
     def heal(self, error: RankError, loop: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
         """Restore the training on all ranks and reposition its loop. Raises the error if recovery cannot help."""
@@ -106,10 +111,11 @@ class FailureRecovery:
     def _load(self, plan: Plan) -> None:
         """Load the newest undamaged checkpoint. Raises DamagedError if there is none; other errors are passed on."""
         wrong: list[DamagedError] = []
-        for mark, path in reversed(self._saved):
+        for mark, path, outline in reversed(self._saved):
             try:
                 if not path.exists():
                     raise DamagedError(f"{path} does not exist any more.")
+                check_outline(path, outline)  # under this name there may be another whole checkpoint now
                 self.training.load(path, plan)
             except DamagedError as error:
                 wrong.append(error)

@@ -50,7 +50,14 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
-from mpi4dl_nb.training.batches import Batch, check_batches, count_images, make_repeatable, prepare_batch
+from mpi4dl_nb.training.batches import (
+    Batch,
+    check_batches,
+    copy_batch,
+    count_images,
+    make_repeatable,
+    prepare_batch,
+)
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, check_callback, fit
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop, choose_resume_state, is_images
 from mpi4dl_nb.training.prediction import Evaluator, predict_batch, predict_picture
@@ -127,7 +134,8 @@ class Training(TrainingHandle):
         See `mpi4dl_nb.training.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
         self.check_unchanged()
-        return StepDebugger(self, prepare_batch(self.recipe, images, labels))
+        # A copy: the debugger begins the step again after the caller may have drawn the next batch into this memory.
+        return StepDebugger(self, prepare_batch(self.recipe, *copy_batch((images, labels))))
 
     def fit(
         self,
@@ -157,8 +165,9 @@ class Training(TrainingHandle):
         folder of pictures. Such images are shuffled by `seed` (0) alone and prefetched by `workers` threads on each
         rank; a bad image ends the training, or is left out (`on_bad_image="skip"`). An epoch has at most `steps` steps.
         Batches are drawn one at a time. With `steps`, a generator may be endless: each epoch continues where the
-        previous one ended. Without `steps`, the batches of an iterator are kept if there are several epochs, so that
-        they can be repeated.
+        previous one ended. Without `steps`, copies of an iterator's batches are kept if there are several epochs, or if
+        failures are to be healed, so that they can be repeated. An iterator that starts anew by itself after its end
+        gives each epoch other batches, as in a plain loop. Of a list or a DataLoader nothing is kept.
 
         As with `torch.utils.data.DataLoader`, images that do not fill the last step of an epoch are trained in a
         smaller step, unless `drop_last=True`: then smaller batches are left out, and left-over images wait for another
@@ -298,7 +307,7 @@ class Training(TrainingHandle):
             whole = []
             for batch in data:
                 count_images(batch)  # raises ImageError unless it is a pair
-                whole.append(prepare_batch(recipe, *batch))
+                whole.append(prepare_batch(recipe, *copy_batch(batch)))
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [

@@ -44,6 +44,7 @@ _FOR_LOOPS = {
     "check_unchanged",
     "explain_failure",
     "feed_state",
+    "identity",
     "is_whole",
     "make_ready",
     "record_step",
@@ -93,6 +94,7 @@ class TrainingHandle:
         if changed := describe_precision_change(model, self.loss, plan):
             warnings.warn(changed, stacklevel=2)
         self.name = uuid.uuid4().hex
+        self.identity = self.name  # in checkpoints; `load` takes over that of the checkpoint
         self.steps = 0
         self.reports: list[StepReport] = []
         self.reported = self.recipe
@@ -115,7 +117,7 @@ class TrainingHandle:
         own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
         with self.cluster.turn:
             freed = tuple(self.cluster.freed)
-            self.cluster.call(rank_functions.create, self.name, freed, per_rank=own)
+            self.cluster.call(rank_functions.create, self.name, freed, self.identity, per_rank=own)
             del self.cluster.freed[: len(freed)]
 
     def step(self, images: Any, labels: Any) -> float:
@@ -214,8 +216,9 @@ class TrainingHandle:
             return self.cluster.call(rank_functions.get_tensors, self.name, self.steps)
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
-        """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
+        """Write a checkpoint into `folder`, and return its path. The last `keep` of this training remain there.
 
+        A training and those that have loaded a checkpoint of it count as one; checkpoints of other trainings stay.
         The weights are stored in its `model.safetensors`, for
         `model.load_state_dict(safetensors.torch.load_file(...))`. Raises CheckpointError; the training can continue
         then, and earlier checkpoints are unchanged.
@@ -229,7 +232,9 @@ class TrainingHandle:
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
         """Resume from a checkpoint, or from the newest whole one in a folder, and return its number of steps.
 
-        The checkpoint may have been saved under any plan. Warns of newer checkpoints in the folder that are damaged.
+        Of a folder, the checkpoints of this training count, or else those of the only other training that has saved
+        into it; from several other trainings, choose a checkpoint by its name. Warns of newer checkpoints in the folder
+        that are damaged or of others. The checkpoint may have been saved under any plan.
         Raises UnreadableError if memory, file handles or permissions are lacking; no older checkpoint is used then.
         `fit` resumes at the stored position in its images. If the ranks have lost the training because one died, it is
         created again: after `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` with as many
@@ -239,7 +244,7 @@ class TrainingHandle:
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
-        found = open_checkpoint(make_absolute(path), recipe)
+        found = open_checkpoint(make_absolute(path), recipe, self.identity)
         found.warn_of_passed_over(stacklevel=2)
         with self.cluster.turn:
             self.reports = []
@@ -251,6 +256,7 @@ class TrainingHandle:
                 self.feed_state, self.steps = None, 0
             self.cluster.call(rank_functions.load, self.name, found.path)
             self.feed_state, self.steps, self.saved = found.feed, found.step, found.path
+            self.identity = found.identity
         return found.step
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
+from engines.predict.explain import Explanation, explain
+from engines.predict.forecast import ORDERS, check_order
 from engines.train.optimisers import Optimiser
 from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
@@ -23,7 +25,7 @@ from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
-from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code
+from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
 
@@ -88,9 +90,10 @@ class Tuner(PageWidget):
     The constructor calibrates the cluster and predicts the plans. "Measure the best" trains the first plans on the
     ranks for some steps, "Measure the chosen" the selected one; the table is then sorted again. `plan` is the selected
     plan, the best one if none was selected. A dotted line joins the plans that no other one beats in both time and
-    memory, and a dashed line is the memory that a rank may use. `explanation` is the prediction for each kind of
-    parallelism. With `neutral_batch`, plans are ordered by the time for an update of that many images, as in `tune`.
-    Without a browser, use `measure_best()` and `choose(plan)`.
+    memory, and a dashed line is the memory that a rank may use, `rank_bytes`. `explanation` is the prediction for each
+    kind of parallelism. The menu "the best has" orders the plans `by` "speed" or "memory", as in `tune`; `by="memory"`
+    from the start also predicts every plan with recomputation. With `neutral_batch`, the speed is that of updates of so
+    many images. Without a browser, use `measure_best()`, `choose(plan)` and `order.value`.
     Raises PlanError or TraceError if no plan can run, and RankError if the cluster is not started.
 
     >>> from engines.models import resnet20_v1
@@ -113,7 +116,9 @@ class Tuner(PageWidget):
         rank_bytes: int | None = None,
         progress: bool = True,
         neutral_batch: int | None = None,
+        by: str = "speed",
     ) -> None:
+        check_order(by)
         self.neutral_batch = neutral_batch
         self.tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels)
         self.rows = ChoiceTable(self._pick, self._knows)
@@ -132,7 +137,9 @@ class Tuner(PageWidget):
         ]
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
-        line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
+        orders = [(words, name) for name, words in ORDERS.items()]
+        self.order = make_dropdown("the best has", orders, by, "what the plans are ordered by", "24em")
+        line = ipywidgets.HBox([self.order, self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
         super().__init__([line, self.status], TuningView(self._pick, self._measure_plan, self._knows))
         self.children = (*self.children, self.why, self.rows)
         ipywidgets.link((self.rows, "chosen"), (self.view, "chosen"))
@@ -140,11 +147,24 @@ class Tuner(PageWidget):
         self._chosen: Plan | None = None
         self._figure: Drawing | None = None
         with show_counts("Predicting plans", progress) as seen:
-            found = self.tuning.find(rank_bytes, seen, neutral_batch, progress)
-        self.explanation, self.refused, self.too_large = found.explanation, found.refused, found.too_large
-        self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
+            found = self.tuning.find(rank_bytes, seen, neutral_batch, progress, by)
+        self.refused, self.too_large = found.refused, found.too_large
+        self._explain(found.explanation)
         self._show(found.candidates)
+        self.order.observe(lambda _change: self._sort(), "value")
         self.rows.observe(lambda change: self._pick(change["new"]), "chosen")
+
+    def _explain(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+        self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{explanation._repr_html_()}"
+
+    def _sort(self) -> None:
+        """Order the plans, and explain them, by what the menu says."""
+        foreseen = (*(each.forecast for each in self.candidates), *self.too_large)
+        limit = self.explanation.rank_bytes
+        self._explain(explain(foreseen, self.refused, limit, self.neutral_batch, self.order.value))
+        self._show(sort_candidates(self.candidates, self.neutral_batch, self.order.value))
+        self.update_snapshot()
 
     @property
     def figure(self) -> Drawing:
@@ -207,8 +227,9 @@ class Tuner(PageWidget):
                     self.steps.value,
                     lambda done, of: self._show_text(f"Measuring: step {done} of {of} ..."),
                 )
-                self._show(sort_candidates(replace_measured(self.candidates, measured), self.neutral_batch))
-                outcome = describe_measurements(measured, self.neutral_batch)
+                order = self.neutral_batch, self.order.value
+                self._show(sort_candidates(replace_measured(self.candidates, measured), *order))
+                outcome = describe_measurements(measured, *order)
         finally:
             self._show_text(outcome)
             self._set_busy(False)

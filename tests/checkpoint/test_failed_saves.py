@@ -182,10 +182,11 @@ def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
     assert open_checkpoint(tmp_path, recipe).step == 5
 
 
-def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, stored: Path, tmp_path: Path):
+def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, tmp_path: Path):
     """Who goes back to an earlier checkpoint and trains on from there resumes there, not at the old end."""
-    on_ranks(recipe, data(recipe, 4), into=tmp_path)
-    on_ranks(recipe, [], resume=stored, into=tmp_path)
+    first = on_ranks(recipe, data(recipe, 1), into=tmp_path).saved
+    on_ranks(recipe, data(recipe, 3), resume=first, into=tmp_path)
+    on_ranks(recipe, [], resume=first, into=tmp_path)
     assert open_checkpoint(tmp_path, recipe).step == 1
     (tmp_path / "100000-step-9").mkdir()
     assert list_checkpoints(tmp_path)[-1].name == "100000-step-9"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
@@ -20,6 +21,7 @@ from engines.errors import CheckpointError
 from engines.images.shard_reader import SamplerState
 from engines.train.checkpoint_load import check_fits_recipe, load, optimiser_state
 from engines.train.checkpoint_reader import STATE, Checkpoint
+from engines.train.checkpoint_state import WeightState, encode_value, make_optimiser_state
 from engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
@@ -105,10 +107,21 @@ def a_counter(key: Any, value: Any) -> dict[str, Any]:
 VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unknown key": (lambda m: weight(m)["values"].update(more=1), f"{WEIGHT}/more is none of what it keeps"),
     "the last options": (lambda m: weight(m).update(options=-1), "there are no options -1"),
-    "one beta": (lambda m: options(m).update(betas=a_tuple(0.9)), "with these options cannot step"),
-    "a beta of one": (lambda m: options(m).update(betas=a_tuple(1.0, 0.9)), "ZeroDivisionError"),
+    "one beta": (lambda m: options(m).update(betas=a_tuple(0.9)), "Adam refuses the options of"),
+    "a beta of one": (lambda m: options(m).update(betas=a_tuple(1.0, 0.9)), "Invalid beta parameter at index 0: 1.0"),
     "a rate that is none": (lambda m: options(m).update(lr={"python": "float", "value": "nan"}), "Adam.lr is nan"),
     "a rate beyond floats": (lambda m: options(m).update(lr=10**400), "Adam.lr is 1000"),
+    "a beta beyond one": (
+        lambda m: options(m).update(betas=a_tuple(1.5, 0.9)),
+        "Invalid beta parameter at index 0: 1.5",
+    ),
+    "a rate below none": (lambda m: options(m).update(lr=-0.1), "Adam refuses the options of"),
+    "a decay below none": (lambda m: options(m).update(weight_decay=-1.0), "Invalid weight_decay value: -1.0"),
+    "half a switch": (lambda m: options(m).update(amsgrad=0.5), "Adam.amsgrad is 0.5, which is neither on nor off"),
+    "a schedule to rates below none": (
+        lambda m: scheduler(m).update(gamma=-2.0, milestones=a_counter(2, 1)),
+        "MultiStepLR steps from this state to options that Adam refuses: Invalid learning rate",
+    ),
     "other weights": (lambda m: options(m).update(params=[0]), "'params' is no option"),
     "for captured graphs": (lambda m: options(m).update(capturable=True), "with these options cannot step"),
     "steps to come": (lambda m: scheduler(m).update(last_epoch=9), "has made 9 steps, and the training 1"),
@@ -169,6 +182,31 @@ def test_plain_pytorch_is_not_given_it_either(copied: Path):
     trained = [weight for name, weight in model.named_parameters() if name != "scale"]
     with pytest.raises(CheckpointError, match=r"exp_avg has the shape \(6, 5\)"):
         optimiser_state(copied, model, OPTIMISERS["adam"](trained))
+
+
+REFUSED = {
+    "Adadelta": {"rho": 1.5}, "Adafactor": {"eps": (-1.0, 1e-3)}, "Adagrad": {"lr_decay": -1.0},
+    "Adam": {"betas": (0.9, 1.5)}, "AdamW": {"betas": (1.5, 0.9)}, "Adamax": {"eps": -1.0}, "ASGD": {"lr": -1.0},
+    "NAdam": {"momentum_decay": -1.0}, "RAdam": {"betas": (-0.5, 0.9)}, "RMSprop": {"alpha": -0.5},
+    "Rprop": {"etas": (1.5, 1.2)}, "SGD": {"nesterov": True, "dampening": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_class_of_an_optimiser_refuses_is_refused_in_a_checkpoint(name: str):
+    """The class itself is the judge; options that it accepts, its own in particular, are loaded."""
+    more = {"momentum": 0.9} if name == "SGD" else {}
+    fresh = getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=1e-3, **more)
+    saved = {key: encode_value(value, name) for key, value in fresh.param_groups[0].items() if key != "params"}
+    names, wrong = (
+        {id(fresh.param_groups[0]["params"][0]): "w"},
+        {k: encode_value(v, k) for k, v in REFUSED[name].items()},
+    )
+    state = {"w": WeightState(saved, {}, ())}
+    assert make_optimiser_state(fresh, names, state, torch.empty)["param_groups"] == fresh.state_dict()["param_groups"]
+    state = {"w": WeightState({**saved, **wrong}, {}, ())}
+    with pytest.raises(ValueError, match=f"{name} refuses the options of w: "):
+        make_optimiser_state(fresh, names, state, torch.empty)
 
 
 @pytest.mark.sampled(2)

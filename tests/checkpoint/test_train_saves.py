@@ -107,6 +107,18 @@ def test_resume_alone_begins_where_there_is_nothing_and_ends_where_all_is_done(t
     assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
 
 
+def test_a_folder_of_several_trainings_is_told_and_not_guessed(tmp_path: Path, capsys):
+    alone("--save", tmp_path)
+    assert capsys.readouterr().err == ""
+    alone("--save", tmp_path)
+    assert f"{tmp_path} has 1 checkpoint of 1 other training: saving leaves them there" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="of 2 trainings"):
+        alone("--save", tmp_path, "--resume")
+    alone("--save", tmp_path, "--resume", tmp_path / "00001-step-2", "--num-epochs", 2, "--keep", 1)
+    assert f"Resumed after 2 steps: {tmp_path}/00001-step-2" in capsys.readouterr().out
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["00002-step-2", "00003-step-4"]
+
+
 def test_images_that_were_left_out_are_named_again(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     bad, read = shuffle_indices(20, 0, 0)[0], SyntheticImages.part
 

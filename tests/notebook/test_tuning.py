@@ -149,7 +149,41 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
     assert not cluster.call(lambda host: len(host.trainings))[0]
 
 
+def test_by_memory_the_best_plan_is_the_leanest_that_was_measured(cluster):
+    tuned = tune(model(), SHAPE, cluster, top=2, steps=1, progress=False, by="memory")
+    measured = [each for each in tuned.candidates if each.measured]
+    assert tuned.best.peak_bytes == min(each.peak_bytes for each in measured)
+    assert [each.predicted_bytes for each in tuned.candidates[2:]] == sorted(
+        each.predicted_bytes for each in tuned.candidates[2:]
+    )
+    first, second, *_ = tuned.explanation.sentences
+    assert first.startswith(f"The plan with the least memory, as measured, is {describe_plan(tuned.plan)}: ")
+    assert second.startswith("What needs least memory for 2 ranks, as predicted, is ")
+    limit = max(each.predicted_bytes for each in tuned.candidates) - 1
+    within = tune(model(), SHAPE, cluster, top=0, progress=False, rank_bytes=limit)
+    assert within.best.predicted_bytes <= limit
+
+
+def test_a_tuner_orders_by_speed_or_memory(cluster):
+    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+    fastest = tuner.plan
+    assert [words for words, _ in tuner.order.options] == ["most images per second", "least memory of the fullest rank"]
+    tuner.order.value = "memory"
+    assert tuner.candidates[0].predicted_bytes == min(each.predicted_bytes for each in tuner.candidates)
+    assert tuner.plan == tuner.candidates[0].plan
+    assert "What needs least memory" in tuner.why.value
+    tuner.order.value = "speed"
+    assert tuner.plan == fastest
+    assert "What needs least memory" not in tuner.why.value
+    lean = Tuner(model(), SHAPE, cluster, progress=False, by="memory")
+    assert lean.order.value == lean.explanation.by == "memory"
+    assert lean.chosen.predicted_bytes == min(each.predicted_bytes for each in tuner.candidates)
+
+
 def test_numbers_that_make_no_sense_are_refused(cluster):
+    for go in (tune, Tuner):
+        with pytest.raises(PlanError, match=r"by='cost' is unknown"):
+            go(model(), SHAPE, cluster, by="cost")
     with pytest.raises(PlanError, match="top=-1 plans"):
         tune(model(), SHAPE, cluster, top=-1)
     for go in (

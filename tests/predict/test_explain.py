@@ -68,6 +68,20 @@ def test_the_best_is_the_first_that_a_search_finds(found, neutral_batch):
     )
 
 
+def test_by_memory_the_leanest_of_each_kind_is_compared(found):
+    explained = explain(found.fitting, found.refused, by="memory")
+    least = min(found.fitting, key=lambda each: each.peak_bytes)
+    assert explained.best.best.peak_bytes == least.peak_bytes
+    assert explained.best.share == 1
+    data = explained.get_verdict("data")
+    leanest = min(each.peak_bytes for each in found.fitting if classify_plan(each.plan) == "data")
+    assert data.best.peak_bytes == leanest
+    assert data.share == pytest.approx(least.peak_bytes / leanest)
+    assert explained.sentences[0].startswith("What needs least memory for 4 ranks, as predicted, is ")
+    (line,) = (sentence for sentence in explained.sentences if sentence.startswith("Pure data parallelism"))
+    assert f" needs {format_number(leanest / least.peak_bytes)} times as much: " in line
+
+
 @pytest.mark.nightly
 def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(4, 4)]

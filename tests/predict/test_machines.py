@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict.cost import estimate_segment_work
+from engines.predict.cost import CostModel, estimate_segment_work
+from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
-from engines.predict.machines import BUSY, LAUNCH_S, MACHINES, MEMORY_SHARE, PASSES, resolve_machine
+from engines.predict.machines import BUSY, HALF_NAME, LAUNCH_S, MACHINES, MEMORY_SHARE, PASSES, resolve_machine
 from engines.predict.published import RESNET_50
 from engines.predict.published_replay import PublishedReplay, StudyRun
+from engines.predict.sizes import Sizes
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES, OpTally, SegmentTally
 from engines.program.effects import Phase
+from mpi4dl_nb.draw.rank_map import describe_forecast
+from tests.predict.test_simulate import FLAT
 
 ALL = pytest.mark.parametrize("name", MACHINES)
 SIZES = st.tuples(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 1e8))
@@ -81,6 +88,49 @@ def test_many_small_kernels_take_what_a_host_takes_to_start_them_and_large_ones_
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         ]
         assert found == pytest.approx([forward, back], rel=1e-6)
+
+
+LARGE = (1, 3, 2048, 2048)
+TILES = Plan(split_size=1, num_spatial_parts=4)
+
+
+@pytest.fixture(scope="module")
+def chain() -> Sizes:
+    return Sizes(nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)))
+
+
+def predict(chain: Sizes, machine: Machine | str, precision: str) -> Forecast:
+    plan = replace(TILES, precision=precision)
+    return forecast(chain.graph(plan, LARGE), plan, resolve_machine(machine))
+
+
+@pytest.mark.parametrize("name", ["DGX A100", "DGX H100", "Summit"])
+def test_times_follow_the_precision_of_the_plan(chain, name):
+    """Whichever of the two machines is named; that both agree is what their numbers say, as before."""
+    full, half = (predict(chain, name, precision) for precision in ("float32", "bfloat16"))
+    assert half.seconds < full.seconds
+    for precision, wanted in (("float32", full), ("bfloat16", half), ("float16", half)):
+        for machine in (name, f"{name}{HALF_NAME}"):
+            found = predict(chain, machine, precision)
+            assert found.seconds == pytest.approx(wanted.seconds, rel=1e-12)
+            assert found.time_note == ""
+    prices = CostModel(resolve_machine(name))  # plans of several precisions share the prices of a search
+    for precision in ("bfloat16", "float32", "bfloat16"):
+        plan = replace(TILES, precision=precision)
+        shared = forecast(chain.graph(plan, LARGE), plan, prices)
+        assert shared.seconds == pytest.approx(predict(chain, name, precision).seconds, rel=1e-12)
+
+
+def test_times_that_are_not_of_the_plans_precision_say_so(chain):
+    own = replace(resolve_machine("DGX A100"), name="DGX A100", latency_s=1e-3)  # described anew under a known name
+    for machine, precision in (("Frontera", "bfloat16"), (own, "float16"), ("DGX A100", "float64"), (FLAT, "bfloat16")):
+        found = predict(chain, machine, precision)
+        assert found.facts["time of a step"].endswith(f" (as in float32, for {precision} is not known)")
+        assert found.time_note in describe_forecast(found, resolve_machine(machine))
+    assert predict(chain, own, "float32").time_note == ""
+    half = replace(resolve_machine(f"DGX A100{HALF_NAME}"), latency_s=1e-3)
+    assert predict(chain, half, "bfloat16").time_note == ""
+    assert "(as in half precision, for float32 is not known)" in predict(chain, half, "float32").time_note
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -132,17 +133,18 @@ def test_a_rank_notes_how_much_of_a_core_it_was_given(share: float, monkeypatch)
 # ---- what the notebook does with it
 
 
-def measures(monkeypatch, *noises: Noise) -> list[bool]:
-    """Calibrations that come out with these noises, in turn; whether each was quick."""
+def measures(monkeypatch, *noises: Noise, load: float = 0.02) -> list[bool]:
+    """Calibrations that come out with these noises, in turn, under a load; whether each was quick."""
     left: Iterator[Noise] = iter(noises)
     asked: list[bool] = []
 
-    def measured(call: object, n: int, recipes: object, quick: bool, progress: bool, text: str = "first") -> Machine:
+    def measured(call: object, n: int, recipes: object, quick: bool, progress: bool, text: str) -> Machine:
         asked.append(quick)
         print(text)
         return replace(FLAT, ranks=n, noise=next(left), quick=quick)
 
     monkeypatch.setattr(from_notebook, "_measure", measured)
+    monkeypatch.setattr(from_notebook, "_measure_load", lambda call: load)
     monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
     return asked
 
@@ -178,17 +180,65 @@ def test_two_noisy_ones_serve_with_a_warning_and_are_not_remembered(monkeypatch,
     assert not (tmp_path / "asked.json").exists()
 
 
-def test_a_useless_one_is_refused_unless_it_is_asked_for(monkeypatch, remembered, capsys):
+def test_a_useless_one_is_refused_where_a_good_one_is_asked_for(monkeypatch, remembered, capsys):
     measures(monkeypatch, HOPELESS, HOPELESS, HOPELESS)
     cluster = Cluster(2, backend="loopback")
-    with pytest.raises(PlanError, match=r"too busy to be measured: other programs took 80% .*accept_noise=True"):
-        cluster.calibrate()
-    assert capsys.readouterr().out == "first\nThe first measurement was noisy: measuring again\n"
+    with pytest.raises(PlanError, match=r"too busy to be measured: other programs took 80% .* End what else runs"):
+        cluster.calibrate(quick=False)
+    assert capsys.readouterr().out == ("Measuring this machine\nThe first measurement was noisy: measuring again\n")
     assert cluster.machine is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cluster.calibrate(accept_noise=True).noise == HOPELESS
     assert remembered() is None
+
+
+@pytest.mark.parametrize("noise", [QUIET, HOPELESS])
+def test_a_busy_machine_is_measured_quickly_and_once_with_a_warning(monkeypatch, remembered, noise, capsys):
+    """Also if the load has gone meanwhile: what was asked for were all repetitions."""
+    asked = measures(monkeypatch, noise, load=0.45)
+    cluster = Cluster(2, backend="loopback")
+    with pytest.warns(UserWarning, match=r"take 45% of the cores: .* not remembered: .*calibrate\(again=True\)"):
+        machine = cluster.calibrate()
+    assert asked == [True]
+    assert capsys.readouterr().out == "This machine is busy: measuring it quickly\n"
+    assert machine.quick
+    assert cluster.calibrate() is machine
+    assert remembered() is None
+    assert not CalibrationCache.of(2, "loopback").path.exists()
+
+
+def test_who_asks_for_all_repetitions_hears_in_the_first_second_that_the_machine_is_busy(monkeypatch, remembered):
+    asked = measures(monkeypatch, HOPELESS, HOPELESS, load=0.45)
+    cluster = Cluster(2, backend="loopback")
+    with pytest.raises(PlanError, match=r"too busy to be measured: other programs take 45% of the cores .*up to 20%"):
+        cluster.calibrate(quick=False)
+    assert asked == []
+    for quick, accepted in ((False, False), (None, True)):
+        assert cluster.calibrate(again=True, quick=quick, accept_noise=True).quick is accepted
+
+
+def test_a_load_that_comes_meanwhile_is_no_reason_to_measure_again(monkeypatch, remembered):
+    asked = measures(monkeypatch, HOPELESS, HOPELESS)
+    loads = iter((0.02, 0.6))
+    monkeypatch.setattr(from_notebook, "_measure_load", lambda call: next(loads))
+    with pytest.warns(UserWarning, match=r"This calibration is noisy: other programs took 80% of the cores"):
+        Cluster(2, backend="loopback").calibrate()
+    assert asked == [False]
+
+
+def test_the_load_is_known_in_the_first_second(monkeypatch, remembered):
+    """Before anything is prepared or measured; the ranks themselves are no load."""
+    with Cluster(2, backend="loopback") as cluster:
+        start_s = time.perf_counter()
+        load = from_notebook._measure_load(cluster.call)
+        assert time.perf_counter() - start_s < 2  # on a machine with other work, too
+        assert 0 <= load < 1
+        monkeypatch.setattr(calibrating, "_measure_spin", lambda world: (Spin("here", 1, 0.2, 0.025), []))
+        assert from_notebook._measure_load(cluster.call) == pytest.approx(0.75)
+        monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: pytest.fail("not before the load is known"))
+        with pytest.raises(PlanError, match="75% of the cores"):
+            cluster.calibrate(again=True, quick=False)
 
 
 def test_a_quick_look_serves_until_more_is_asked_for(monkeypatch, remembered):
@@ -234,6 +284,7 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
         monkeypatch.setattr(module, "Calibration", ThreeParts)
     monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
     monkeypatch.setattr(from_notebook, "show_counts", lambda text, shown: nullcontext(report))
+    monkeypatch.setattr(from_notebook, "_measure_load", lambda call: 0.0)
     with Cluster(2, backend="loopback") as cluster:
         with pytest.raises(KeyboardInterrupt):
             cluster.calibrate()

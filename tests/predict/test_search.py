@@ -47,6 +47,25 @@ def test_the_fastest_comes_first_and_refusals_have_reasons(graph_of):
     assert all(text for _, text in found.refused)
 
 
+def test_by_memory_the_leanest_comes_first_with_recomputation(graph_of):
+    """No plan that a search by speed predicts needs less, nor does the same plan with recomputed activations."""
+    found = search(3, 2, graph_of, FLAT, by="memory")
+    sizes = [each.peak_bytes for each in found.fitting]
+    assert sizes == sorted(sizes)
+    least: dict[Plan, int] = {}
+    for again in (False, True):
+        plans = [replace(plan, checkpoint_activations=again) for plan in generate_plans(3, 2)]
+        for each in search(3, 2, graph_of, FLAT, asked=plans).fitting:
+            plan = replace(each.plan, checkpoint_activations=False)
+            least[plan] = min(each.peak_bytes, least.get(plan, each.peak_bytes))
+    assert sizes == sorted(least.values())
+    assert {each.plan.checkpoint_activations for each in found.fitting} == {False, True}
+    equal = [each.images_per_s for each in found.fitting if each.peak_bytes == sizes[0]]
+    assert equal == sorted(equal, reverse=True)  # of equally lean plans the faster one
+    with pytest.raises(PlanError, match=r"by='size' is unknown.*speed.*memory"):
+        search(3, 2, graph_of, FLAT, by="size")
+
+
 def test_what_does_not_fit_is_set_apart(graph_of):
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(2, 2)]
     sizes = sorted(each.peak_bytes for each in search(2, 2, graph_of, FLAT, asked=lean).fitting)

@@ -57,6 +57,24 @@ def test_small_images_are_for_replicas_and_large_ones_for_tiles():
     assert found.kinds == tuple(kind for kind in KINDS if kind != "pipeline")  # one image is one micro-batch
 
 
+def test_capabilities_by_memory_and_within_a_limit():
+    """The leanest plan at each size; and the fastest of those that fit into a given memory of a rank."""
+    plans = list(select_plans(4, 1, each=2))
+    lean = capabilities(MODEL, SMALL, 4, (64,), batch=1, asked=plans, by="memory")
+    fast = capabilities(MODEL, SMALL, 4, (64,), batch=1, asked=plans)
+    known = [verdict.best for kind in fast.kinds if (verdict := fast.get_verdict(kind, 64)).best]
+    least = lean.by_size[64].best.best
+    assert least.peak_bytes <= min(each.peak_bytes for each in known)
+    assert format_bytes(least.peak_bytes) in lean.facts["64 px"]
+    assert "the least memory by the side" in lean.caption
+    limit = fast.by_size[64].best.best.peak_bytes - 1
+    within = capabilities(MODEL, SMALL, 4, (64,), batch=1, asked=plans, rank_bytes=limit).by_size[64].best.best
+    assert within.peak_bytes <= limit
+    assert within.images_per_s <= fast.by_size[64].best.best.images_per_s
+    with pytest.raises(PlanError, match="by='bytes' is unknown"):
+        capabilities(MODEL, SMALL, 4, (64,), by="bytes")
+
+
 def test_capabilities_need_plans_and_sizes():
     with pytest.raises(PlanError, match="at least one plan"):
         capabilities(MODEL, SMALL, 4, ())
