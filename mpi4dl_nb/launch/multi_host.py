@@ -46,13 +46,15 @@ class RemoteShell:
             return list(words)
         if self.srun:
             return [*_SRUN, f"--nodelist={host}", *words]
-        return [*self.agent, host, f"exec {shlex.join(words)}"]
+        return [*self.agent, "--", host, f"exec {shlex.join(words)}"]
 
     def make_mpiexec_flags(self) -> list[str]:
         """Return flags that start MPI's daemons in the same way. By ssh, a batch job's own host list is ignored."""
         if self.srun:
             return ["--prtemca", "plm_slurm_args", "--overlap"]
-        ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shlex.join(self.agent)]
+        # No graphics (-x), which MPI would otherwise ask for behind the "--", where ssh would take it for the host.
+        agent = shlex.join((*self.agent, "-x", "--"))
+        ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
         return [*ssh, "--prtemca", "ras", "^slurm,pbs"]
 
     def resolve_addresses(self, hosts: Iterable[str]) -> dict[str, str]:
@@ -74,7 +76,7 @@ class RemoteShell:
     def _resolve_host_name(self, host: str) -> str:
         """Return the host name by the user's ssh configuration, which may define short names."""
         try:
-            command, nothing = [*self.agent, "-G", host], subprocess.DEVNULL
+            command, nothing = [*self.agent, "-G", "--", host], subprocess.DEVNULL
             asked = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=_ASK_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return host.rpartition("@")[2]

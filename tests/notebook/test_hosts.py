@@ -24,7 +24,7 @@ from mpi4dl_nb.launch import host_agent, host_agents
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import Hosts, choose_hosts, expand_nodes, read_allocation, read_hosts
 from mpi4dl_nb.launch.mpi_library import find_mpiexec
-from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, select_environment
+from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, RemoteShell, select_environment
 from mpi4dl_nb.launch.supervisor_reports import RankExit
 
 FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh
@@ -76,6 +76,17 @@ def test_hosts_may_be_a_dict_or_a_hostfile(tmp_path):
         ({"a": 1.5}, "'a' has slots 1.5"),
         (["a", "b", "a"], "names 'a' 2 times"),
         (["-oProxyCommand=evil"], "no name that ssh could take"),
+        (["-node1"], "no '-' at the beginning"),
+        (["me@-node1"], "no '-' at the beginning"),
+        (["-lroot@node1"], "no '-' at the beginning"),
+        (["me@you@node1"], "no name that ssh could take"),
+        (["node1\0"], r"'node1\\x00' has no name"),
+        ({"node1\n-oProxyCommand=evil": 1}, "no name that ssh could take"),
+        (["n" * 400], r"'nnnn.*nnn\.\.\. \(402 characters\) has no name"),
+        ([":" * 1_000_000], r"\(1,000,002 characters\) must be a name"),
+        ("/no/such\0file", "no hostfile that can be read .embedded null byte"),
+        (["a:" + "9" * 500], "from 1 to 999,999"),
+        ({"a": 10**5000}, "'a' has slots a very large int: they must be a whole number from 1 to 999,999"),
         (["a b"], "must be a name"),
         (["$(evil)"], "no name that ssh could take"),
         ([3], "must be a name"),
@@ -113,10 +124,48 @@ def test_short_lists_of_slurm_are_written_out(nodes, names):
     assert expand_nodes(nodes) == names
 
 
-@pytest.mark.parametrize("nodes", ["", "a,,b", "a[1", "a1]", "a[3-1]", "a[]", "a[x]", "a[1-2]]", "a[1,[2]]"])
+@pytest.mark.parametrize(
+    "nodes", ["", "a,,b", "a[1", "a1]", "a[3-1]", "a[]", "a[x]", "a[1-2]]", "a[1,[2]]", "a[1-" + "9" * 5000 + "]"]
+)
 def test_lists_that_make_no_sense_are_refused(nodes):
     with pytest.raises(PlanError, match=r"hosts=\[\.\.\.\]"):
         expand_nodes(nodes)
+
+
+@pytest.mark.parametrize("nodes", ["n[1-999999999]", "n[1-300][1-300]", "n[0-65535],m", "n" + "[0-9]" * 600])
+def test_a_list_of_too_many_hosts_is_refused_before_it_is_written_out(nodes):
+    start_s = time.monotonic()
+    with pytest.raises(PlanError, match=r"stands for more than 65,536 hosts\. Name those that you need"):
+        expand_nodes(nodes)
+    assert time.monotonic() - start_s < 1
+
+
+def test_as_many_hosts_as_slurm_itself_writes_out_are_read():
+    assert expand_nodes("n[00000-65535]")[-1] == "n65535"
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=evil", "me@-oProxyCommand=evil", "$(evil)", "a b", "a\0b"])
+@pytest.mark.parametrize("source", ["list", "dict", "hostfile", "Slurm", "PBS"])
+def test_a_name_is_checked_wherever_it_comes_from(name, source, tmp_path):
+    file = tmp_path / "nodes"
+    file.write_text(f"n1\n{name}\n", encoding="utf-8")
+    read = {
+        "list": lambda: read_hosts(["n1", name]),
+        "dict": lambda: read_hosts({"n1": 1, name: 1}),
+        "hostfile": lambda: read_hosts(file),
+        "Slurm": lambda: read_allocation({"SLURM_JOB_NODELIST": f"n1,{name}"}),
+        "PBS": lambda: read_allocation({"PBS_NODEFILE": str(file)}),
+    }
+    with pytest.raises(PlanError, match=r"no name that ssh could take|must be a name"):
+        read[source]()
+
+
+def test_ssh_takes_a_host_for_nothing_but_a_host():
+    """Whatever its name is: what comes behind "--" is no flag."""
+    shell = RemoteShell()
+    assert shell.make_command("node1", FAR, ["python", "-c", "1 + 1"])[-3:] == ["--", "node1", "exec python -c '1 + 1'"]
+    agent = next(flag for flag in shell.make_mpiexec_flags() if flag.startswith("ssh "))
+    assert agent.endswith(" -x --")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +181,7 @@ def test_a_slurm_job_has_hosts_and_slots(told, hosts):
     assert str(Hosts(read_allocation(told).hosts)) == hosts
 
 
-@pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2"])
+@pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2", "2(x999999999)", "2(x" + "9" * 5000 + ")"])
 def test_slots_that_do_not_fit_the_hosts_of_the_job_are_told(tasks):
     with pytest.raises(PlanError, match="SLURM_TASKS_PER_NODE="):
         read_allocation({**SLURM, "SLURM_TASKS_PER_NODE": tasks})
