@@ -84,11 +84,11 @@ class _Controller(CaptureMixin, LocalControllerLauncher):
 class _Launcher(CaptureMixin, MPIEngineSetLauncher):
     """Engines under an mpiexec that, with ULFM, reports a dead rank to the others and continues without it."""
 
-    def __init__(self, *args: Any, mpi: MpiLibrary, across: MultiHost | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mpi: MpiLibrary, home: str, across: MultiHost | None = None, **kwargs: Any) -> None:
         super().__init__(*args, mpi_cmd=[find_mpiexec()], mpi_args=list(mpi.flags), **kwargs)
         self.engine_args = _ENGINES
         self.engine_cmd = start.make_command(supervisor.__name__, *start.make_command("ipyparallel.engine"))
-        self._across = across
+        self._home, self._across = home, across
 
     def find_args(self) -> list[str]:
         if self._across is None:
@@ -96,11 +96,11 @@ class _Launcher(CaptureMixin, MPIEngineSetLauncher):
         return [
             *self.mpi_cmd,
             *self.mpi_args,
-            *self._across.make_engine_flags([*self.program, *self.program_args], self.cluster_id),
+            *self._across.make_engine_flags([*self.program, *self.program_args]),
         ]
 
     def start(self, n: int) -> Any:
-        self.environment = {**self.environment, **make_mpi_environment(n)}
+        self.environment = {**self.environment, **make_mpi_environment(n, self._home)}
         return super().start(n)
 
 
@@ -172,9 +172,16 @@ class MpiRanks:
         self._client = run_in_loop(asked)
         if far:
             info = run_in_loop(cluster.controller.get_connection_info())["engine"]
-            far.send_connection_file(cluster.controller.connection_files["engine"], info["registration"])
+            keys = cluster.controller.connection_files["engine"]
+            far.send_files(keys, info["registration"], cluster.cluster_id)
         run_in_loop(
-            cluster.start_engines(mpi=self._mpi, across=far, environment=environment, on_line=self._reports.parse_line)
+            cluster.start_engines(
+                mpi=self._mpi,
+                home=str(self._place.home),
+                across=far,
+                environment=environment,
+                on_line=self._reports.parse_line,
+            )
         )
         self._register(cluster.engine_set)
         self._starting = StartupMonitor(self._n, lambda: measure_work_s(cluster.engine_set.process))

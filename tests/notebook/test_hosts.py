@@ -5,6 +5,7 @@ Hosts that fail are programs in the place of ssh, which say what ssh says; or pr
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -331,7 +332,7 @@ def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
     posts, _ = post
     home = Path(posts.get_folders("here")[0])
     with socket.create_server(("127.0.0.1", 0)) as controller:
-        posts.send_connection_file({"security/key": "secret"}, controller.getsockname())
+        posts.send_files({"here": {"security/key": "secret"}}, controller.getsockname())
     file = home / "security" / "key"
     assert file.read_text() == "secret"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (home, file.parent, file)] == [0o700, 0o700, 0o600]
@@ -348,7 +349,7 @@ def test_a_controller_that_is_out_of_reach_is_told(post):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     with pytest.raises(RankError, match=rf"here can't connect to this machine at 127.0.0.1, port {port}: .*refused"):
-        posts.send_connection_file({}, ("127.0.0.1", port))
+        posts.send_files({"here": {}}, ("127.0.0.1", port))
 
 
 @pytest.mark.nightly
@@ -382,29 +383,81 @@ def test_what_is_left_on_a_host_ends_when_nobody_beats_any_more(post):
 # ---- what mpiexec is told
 
 
-def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
+class _Agents:
+    """As of two hosts, with what they were sent."""
+
+    def __init__(self):
+        self.sent: dict[str, dict[str, str]] = {}
+
+    def get_folders(self, host):
+        return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
+
+    def send_files(self, files, controller):
+        self.sent.update(files)
+
+
+@pytest.fixture
+def across(monkeypatch, tmp_path):
+    """Three ranks on two hosts, and a file of keys."""
     monkeypatch.delenv("OMPI_MCA_btl_tcp_if_include", raising=False)
-    across = MultiHost.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
-
-    class Told:
-        def get_folders(self, host):
-            return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
-
+    made = MultiHost.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
     networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
-    across._agents = Told()
-    across._facts = {host: {"cores": 8, "network": network} for host, network in networks.items()}
-    words = " ".join(across.make_engine_flags(["python", "engine"], "id"))
+    made._agents, made._home = _Agents(), "/tmp/mpi4dl_nb-x"
+    made._facts = {host: {"cores": 8, "network": network, "home": None} for host, network in networks.items()}
+    (tmp_path / "keys.json").write_text("keys", encoding="utf-8")
+    return made
+
+
+def test_each_host_has_its_own_share_of_cores_and_its_own_folder(across, monkeypatch, tmp_path):
+    words = " ".join(across.make_engine_flags(["python", "engine"]))
     one, two = words.split(" : ")
     assert "-n 2 -H 127.0.0.1:2" in one
-    assert "OMP_NUM_THREADS=4" in one
-    assert "IPP_PROFILE_DIR=/tmp/one" in one
-    assert "OMPI_MCA_btl_sm_backing_directory=/dev/shm/one" in one
+    assert one.endswith("--with-file /tmp/one/variables.json python engine")
     assert "-n 1 -H 127.0.0.2:1" in two
-    assert "OMP_NUM_THREADS=8" in two
-    assert two.endswith("python engine")
+    assert two.endswith("--with-file /tmp/two/variables.json python engine")
     assert "btl_tcp_if_include 10.1.0.0/16,10.2.0.0/16" in one
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
-    assert "btl_tcp_if_include" not in " ".join(across.make_engine_flags([], "id"))
+    assert "btl_tcp_if_include" not in " ".join(across.make_engine_flags([]))
+
+    across.send_files(str(tmp_path / "keys.json"), 7, "id")
+    one, two = (json.loads(files["variables.json"]) for files in across._agents.sent.values())
+    assert (one["OMP_NUM_THREADS"], two["OMP_NUM_THREADS"]) == ("4", "8")
+    assert (one["IPP_PROFILE_DIR"], two["IPP_PROFILE_DIR"]) == ("/tmp/one", "/tmp/two")
+    assert one["OMPI_MCA_btl_sm_backing_directory"] == "/dev/shm/one"
+    assert (one["HOME"], one["MPI4DL_NB_MPI_HOME"]) == (None, "/tmp/one")  # the user's on that host, and MPI's
+    assert across._agents.sent["127.0.0.1"].keys() == {"security/keys.json", "variables.json", "mpi4dl_nb-x"}
+
+
+def test_no_command_line_shows_the_value_of_a_variable(across, monkeypatch, tmp_path):
+    for name in ("PYTHONPATH", "NCCL_SOCKET_IFNAME", "TORCH_TOKEN", "LD_LIBRARY_PATH", "HOME"):
+        monkeypatch.setenv(name, "/very/secret")
+    assert "secret" not in " ".join(across.make_engine_flags(["python"]))
+    across.send_files(str(tmp_path / "keys.json"), 7, "id")
+    assert json.loads(across._agents.sent["127.0.0.1"]["variables.json"])["TORCH_TOKEN"] == "/very/secret"
+
+    class _Commands(HostAgents):
+        def __init__(self, commands, home):
+            raise RankError(str(commands))
+
+    monkeypatch.setattr("mpi4dl_nb.launch.multi_host.HostAgents", _Commands)
+    across.addresses = dict.fromkeys(across.addresses, FAR)
+    with pytest.raises(RankError, match=r"ssh.*127\.0\.0\.2") as told:
+        across.prepare(str(tmp_path))
+    assert "secret" not in str(told.value)
+
+
+def test_a_host_finds_modules_where_the_notebook_does(tmp_path, monkeypatch):
+    """PYTHONPATH is sent to the agent, and not written on its command line."""
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "__init__.py").write_text("# other code", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import os; os.chdir('/'); os.environ.pop('PYTHONPATH', None); import runpy, sys; "
+    posts = HostAgents({"here": [sys.executable, "-c", code + BOOT]}, str(tmp_path))
+    try:
+        with pytest.raises(RankError, match="here is not like this one: it has code of mpi4dl_nb"):
+            posts.collect_facts({"here": "127.0.0.1"}, {"here": 1}, str(Path.cwd()), find_mpiexec())
+    finally:
+        posts.close()
 
 
 # ---- a host that is lost
