@@ -155,7 +155,8 @@ def _run_in_folder(name: str, *command: str) -> NoReturn:
 
 
 _PROGRAMS = {_WITH_FILE: _run_with_file, _IN_FOLDER: _run_in_folder}
-_STARTS_MPI = ("mpi4py", "ipyparallel.engine")
+_FIRST = dict.fromkeys(("mpi4py", "ipyparallel.engine"), "mpi4py.MPI")
+"""The modules that use MPI, and what initialises it."""
 
 
 def main(module: str, *arguments: str) -> None:
@@ -173,9 +174,9 @@ def main(module: str, *arguments: str) -> None:
     sys.meta_path.insert(sys.meta_path.index(PathFinder), _Finder(module in _OF_NOTEBOOK))  # after built-in modules
     os.environ.setdefault(SAFE, "rank")
     sys.argv[:] = [sys.argv[0], *arguments]
-    if MPI_HOME in os.environ and module in _STARTS_MPI:
+    if MPI_HOME in os.environ and (first := _FIRST.get(module)):
         with suppress(ImportError), use_mpi_home():  # the module itself says what is missing
-            importlib.import_module("mpi4py.MPI")
+            importlib.import_module(first)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
