@@ -15,6 +15,7 @@ import stat
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
@@ -159,6 +160,18 @@ _FIRST = dict.fromkeys(("mpi4py", "ipyparallel.engine"), "mpi4py.MPI")
 """The modules that use MPI, and what initialises it."""
 
 
+_LIBRARIES = r"(IPython|ipykernel|ipyparallel|jupyter_client|jupyter_core|tornado|traitlets|zmq|asyncio)\b"
+
+
+def silence_libraries() -> None:
+    """Ignore warnings of the libraries that run a rank: with PYTHONWARNINGS=error, theirs would end it.
+
+    Those of all other modules stay what the user has made of them.
+    """
+    if sys.warnoptions:
+        warnings.filterwarnings("ignore", module=_LIBRARIES)
+
+
 def main(module: str, *arguments: str) -> None:
     """Run a module as the main program."""
     if module in _PROGRAMS:
@@ -172,6 +185,7 @@ def main(module: str, *arguments: str) -> None:
         [*filter(_is_standard, sys.path), *from_environment, str(Path.cwd()), _HOME, *sys.path]
     )
     sys.meta_path.insert(sys.meta_path.index(PathFinder), _Finder(module in _OF_NOTEBOOK))  # after built-in modules
+    silence_libraries()
     os.environ.setdefault(SAFE, "rank")
     sys.argv[:] = [sys.argv[0], *arguments]
     if MPI_HOME in os.environ and (first := _FIRST.get(module)):

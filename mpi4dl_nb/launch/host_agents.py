@@ -96,7 +96,7 @@ class HostAgent:
         return self.replies[key]
 
     def _describe_failure(self) -> str:
-        output = self._error_log.read_text(errors="replace")
+        output = self._error_log.read_text(encoding="utf-8", errors="replace")
         code = self.process.poll()
         if code is None:
             return f"it has not answered within {_REPLY_S:.0f} s" + _quote(output)

@@ -41,6 +41,9 @@ from mpi4dl_nb.user_modules import UserModules
 CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
 """The controller program. It is not imported: the notebook does not need the modules that it loads."""
 
+# The controller runs no code of the user's: it has nothing from the working folder, and no warning of it is an error.
+_ALONE = {start.SAFE: "1", "PYTHONWARNINGS": "ignore"}
+
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in start order
 
@@ -164,7 +167,7 @@ class MpiRanks:
             parent=None,
             log=_LOG,
         )
-        run_in_loop(cluster.start_controller(environment={**environment, start.SAFE: "1"}))
+        run_in_loop(cluster.start_controller(environment={**environment, **_ALONE}))
         self._register(cluster.controller)
         self._wait_for_controller(cluster.controller)
         # Connect before there are ranks: if mpiexec fails to start them, the reaper ends the controller too.

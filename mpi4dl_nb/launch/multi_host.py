@@ -80,7 +80,15 @@ class RemoteShell:
         """Return the host name by the user's ssh configuration, which may define short names."""
         try:
             command, nothing = [*self.agent, "-G", "--", host], subprocess.DEVNULL
-            asked = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=_ASK_S, check=False)
+            asked = subprocess.run(
+                command,
+                stdin=nothing,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_ASK_S,
+                check=False,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return host.rpartition("@")[2]
         named = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]

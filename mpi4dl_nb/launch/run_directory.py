@@ -141,8 +141,8 @@ class PidFile:
         if folder is None:
             return None
         path = folder / f"{self.name}.json"
-        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(json.dumps(asdict(self)))
+        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(json.dumps(asdict(self)).encode())
             file.flush()
             Path(file.name).replace(path)
         return path
@@ -217,6 +217,6 @@ def _identify_machine() -> tuple[str, str, str]:
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     return (
         socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else str(psutil.boot_time()),
+        boot.read_text(encoding="utf-8").strip() if boot.exists() else str(psutil.boot_time()),
         str(pids.readlink()) if pids.exists() else "",
     )

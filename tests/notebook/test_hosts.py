@@ -336,7 +336,7 @@ def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
     file = home / "security" / "key"
     assert file.read_text() == "secret"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (home, file.parent, file)] == [0o700, 0o700, 0o600]
-    assert "secret" not in Path(f"/proc/{posts.agents['here'].process.pid}/cmdline").read_text()
+    assert "secret" not in Path(f"/proc/{posts.agents['here'].process.pid}/cmdline").read_text(encoding="utf-8")
     memory = Path(posts.get_folders("here")[1])
     assert stat.S_IMODE(memory.stat().st_mode) == 0o700
     posts.close()
