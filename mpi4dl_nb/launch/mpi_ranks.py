@@ -21,6 +21,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLa
 from engines.comm import rank_server, start, supervisor
 from engines.comm.output import OutputLine
 from engines.errors import RankError
+from mpi4dl_nb.launch.closed_ports import close_ports
 from mpi4dl_nb.launch.hosts import Hosts
 from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.multi_host import MultiHost
@@ -190,6 +191,8 @@ class MpiRanks:
         self._starting = StartupMonitor(self._n, lambda: measure_work_s(cluster.engine_set.process))
         self._wait_for_ranks(lambda: len(self._client.ids), "have reported")
         self._order_by_rank()
+        if not far:
+            close_ports(cluster.engine_set.process)
         self._starting.finish()
 
     def _register(self, launcher: Any) -> None:
