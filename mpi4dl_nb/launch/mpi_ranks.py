@@ -32,6 +32,7 @@ from mpi4dl_nb.launch.startup_monitor import (
     StartupMonitor,
     check_cluster,
     compute_load_factor,
+    describe_network_settings,
     find_startup_cause,
     format_excerpt,
     measure_work_s,
@@ -240,7 +241,8 @@ class MpiRanks:
         output = "\n".join(
             line for line in self._launchers[-1].get_output().splitlines() if supervisor.MARK not in line
         )
-        return RankError(" ".join(filter(None, [what, find_startup_cause(output), format_excerpt(output)])))
+        why = [what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)]
+        return RankError(" ".join(filter(None, why)))
 
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""
