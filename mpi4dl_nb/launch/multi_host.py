@@ -202,6 +202,7 @@ class MultiHost:
             USER_HOME: None,
             MPI_HOME: home,
             "IPYTHONDIR": home,
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(home, "torchinductor")),
             "IPP_PROFILE_DIR": home,
             "IPP_CLUSTER_ID": cluster_id,
             "OMPI_MCA_btl_sm_backing_directory": memory,

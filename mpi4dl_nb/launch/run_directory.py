@@ -75,7 +75,10 @@ class RunDirectory:
 
     def make_environment(self, alone: bool = True) -> dict[str, str]:
         """Return the environment that marks the cluster's processes. `alone`: they all run on this machine."""
-        ours = {MARK: self.name, "IPYTHONDIR": str(self.home)}  # not the user's, which may be missing
+        # By default PyTorch runs the compiled code that it finds in /tmp/torchinductor_USER, whoever has made that.
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(self.home / "torchinductor")
+        # IPYTHONDIR is not the user's, which may be missing.
+        ours = {MARK: self.name, "IPYTHONDIR": str(self.home), "TORCHINDUCTOR_CACHE_DIR": compiled}
         if not alone:
             return ours
         return {

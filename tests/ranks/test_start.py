@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from engines.comm import start
+from mpi4dl_nb.launch.run_directory import RunDirectory
 
 SHOW = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
 
@@ -61,3 +63,13 @@ def test_mpi_begins_with_a_home_that_nobody_else_can_write(ours, expected, users
     with start.use_mpi_home():
         assert os.environ["HOME"] == expected
     assert os.environ.get("HOME") == users
+
+
+@pytest.mark.parametrize("chosen", [None, "/mine"])
+def test_ranks_run_no_compiled_code_that_others_can_have_made(chosen, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if chosen:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+    home = Path("/tmp/mpi4dl_nb-x")
+    found = RunDirectory(home, home).make_environment()["TORCHINDUCTOR_CACHE_DIR"]
+    assert found == (chosen or "/tmp/mpi4dl_nb-x/torchinductor")
