@@ -7,12 +7,14 @@ needs. However the command ends, it leaves nothing behind.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from engines.cli.options import FlagParser, parse_positive
+from engines.comm.start import add_variables
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.launch.hosts import read_allocation
 from mpi4dl_nb.launch.mpi_library import make_engine_command, make_mpi_environment
@@ -44,9 +46,8 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
     start finds its record, because a process keeps its pid across exec. Raises RankError if there is no room, and
     PlanError if a batch system's hosts cannot be parsed.
     """
-    environment = {**os.environ, **make_mpi_environment(n)}
     if sys.platform != "linux":
-        os.execve(command[0], command, environment)
+        os.execve(command[0], command, {**os.environ, **make_mpi_environment(n)})
     remove_stale_clusters()
     job = read_allocation()
     place = RunDirectory.make(n)
@@ -58,9 +59,13 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
     #                                                                 ├── rank 0
     #                                                                 └── rank 1
     paths = [*place.folders, *filter(None, [PidFile.of(place).write()])]
-    keeper = [*PROGRAM, "keep", place.name, *map(str, paths), "--", *command]
+    # By a file: the launcher has another HOME than its keeper, which is the user's Python.
+    variables = place.home / "variables.json"
+    variables.write_text(json.dumps(make_mpi_environment(n, str(place.home))), encoding="utf-8")
+    launcher = add_variables(str(variables), command)
+    keeper = [*PROGRAM, "keep", place.name, *map(str, paths), "--", *launcher]
     is_alone = job is None or len(job.hosts) == 1
-    os.execve(keeper[0], keeper, {**environment, **place.make_environment(is_alone)})
+    os.execve(keeper[0], keeper, {**os.environ, **place.make_environment(is_alone)})
 
 
 if __name__ == "__main__":

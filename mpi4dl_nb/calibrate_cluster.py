@@ -179,7 +179,7 @@ class CalibrationCache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                part.write_text(text)
+                part.write_text(text, encoding="utf-8")
                 if replaces:
                     part.replace(self.path)
             finally:

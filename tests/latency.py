@@ -177,8 +177,8 @@ def write_table(lines: Sequence[Line], page: Path) -> None:
     rows = [" | ".join(str(line.get(name, "")) for name in columns) for line in lines]
     table = [" | ".join(columns.values()), "---|---:|---:|---:|---:|---:|---:", *rows]
     text = "\n".join(f"| {row} |" if "---" not in row else f"|{row}|" for row in table)
-    before = re.split(rf"\n{TITLE}\n", page.read_text())[0].rstrip()
-    page.write_text(f"{before}\n\n{TITLE}\n\n{SAYS}\n\n{text}\n")
+    before = re.split(rf"\n{TITLE}\n", page.read_text(encoding="utf-8"))[0].rstrip()
+    page.write_text(f"{before}\n\n{TITLE}\n\n{SAYS}\n\n{text}\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -196,6 +196,21 @@ def silent_mpiexec(patch, folder):
     return script(patch, folder, f"{QUIET}\nexec sleep 60")
 
 
+@case(r"(?s)These variables steer its network: OMPI_MCA_pml=nosuch\. If they are left over", within_s=20)
+def settings_of_other_work(patch, folder):
+    patch.setenv("OMPI_MCA_pml", "nosuch")
+    return 2
+
+
+@case(r"has no network interface, not even one for itself: 127\.0\.0\.1 can't be reached .*ip link set lo up")
+def no_network(patch, folder):
+    def unreachable(*arguments: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    patch.setattr(socket, "create_connection", unreachable)
+    return 2
+
+
 @contextmanager
 def provoked(name: str, folder: Path):
     """The number of ranks to start, while the cause is there."""

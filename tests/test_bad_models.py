@@ -102,7 +102,7 @@ every_bad_operator = pytest.mark.parametrize(("op", "operator"), BAD.items(), id
 def its_line(op: type[nn.Module]) -> tuple[int, str]:
     """Number and text of the line in its forward."""
     first = op.forward.__code__.co_firstlineno
-    return first + 1, Path(__file__).read_text().splitlines()[first].strip()
+    return first + 1, Path(__file__).read_text(encoding="utf-8").splitlines()[first].strip()
 
 
 @pytest.mark.sampled(4)

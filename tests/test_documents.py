@@ -39,7 +39,7 @@ SMALLER = {
 def text_of(path: Path) -> str:
     """A page; of a notebook, its words."""
     if path.suffix == ".md":
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     cells = nbformat.read(path, as_version=4).cells
     return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
 

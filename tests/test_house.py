@@ -58,7 +58,7 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 100
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
@@ -111,7 +111,7 @@ def test_docstrings_begin_with_a_subject_or_a_verb():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_are_not_too_long(path: Path):
-    assert len(path.read_text().splitlines()) <= MOST_FILE_LINES
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < MOST_FUNCTION_LINES, node.name
@@ -149,3 +149,42 @@ def test_imports_run_in_no_circle():
 def test_a_circle_is_found():
     circle = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": {"c", "f"}, "f": set()}
     assert modules_in_circles(circle) == {"b", "c"}
+
+
+TEXT = {"read_text", "write_text", "open", "fdopen", "NamedTemporaryFile", "TextIOWrapper"}
+PROGRAMS = {"run", "Popen", "check_output"}
+NO_TEXT = {"Image", "Checkpoint", "os", "zarr"}  # whose `open` has other arguments
+
+
+def find_unencoded(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls that read or write text in the encoding of the user's locale; ruff knows a part of them."""
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or any(word.arg == "encoding" for word in call.keywords):
+            continue
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        owner = getattr(getattr(call.func, "value", None), "id", "")
+        values = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+        modes = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        is_file = name in TEXT and (owner not in NO_TEXT or name == "fdopen") and ast.unparse(call) != "super().open()"
+        # Unless it is told otherwise, a temporary file is binary, and others are text.
+        is_binary = any("b" in mode for mode in modes) or (name == "NamedTemporaryFile" and not modes)
+        is_output = name in PROGRAMS and any(word.arg in ("text", "universal_newlines") for word in call.keywords)
+        if is_output or (is_file and not is_binary):
+            yield call
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("path.read_text(); path.read_text(errors='replace'); open(p); path.open('x'); os.fdopen(3, 'w')", 5),
+        ("subprocess.run(c, text=True); NamedTemporaryFile('w'); path.write_text(t)", 3),
+        ("path.read_text(encoding='utf-8'); open(p, 'rb'); os.open(p, 0); Image.open(p); NamedTemporaryFile()", 0),
+    ],
+)
+def test_text_without_an_encoding_is_found(code: str, count: int):
+    assert len(list(find_unencoded(ast.parse(code)))) == count
+
+
+def test_text_has_the_same_encoding_in_any_locale():
+    found = [f"{path}:{call.lineno}" for path in FILES for call in find_unencoded(tree_of(path))]
+    assert not found, "say encoding='utf-8': " + ", ".join(found)

@@ -27,10 +27,10 @@ def no_tensorboard(monkeypatch):
 
 def read(path: Path) -> list[dict[str, object]]:
     if path.suffix == ".json":
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    with path.open(newline="") as file:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8", newline="") as file:
         return [{name: float(cell) if cell else None for name, cell in row.items()} for row in csv.DictReader(file)]
 
 

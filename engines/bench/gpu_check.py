@@ -168,7 +168,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", *arguments]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
     ) as process:
         try:
             output = process.communicate(timeout=timeout_s)

@@ -140,7 +140,13 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
     code = f"import sys; from {module} import {name}; {name}(sys.argv[1:])"
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, preexec_fn=set_parent_death_signal
+        command,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+        preexec_fn=set_parent_death_signal,
     )
     if done.returncode:
         raise SubprocessExitError(
@@ -230,6 +236,6 @@ def measure_host_peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak host memory in bytes while `work` runs, beyond that of the process before."""
     before = read_process_bytes("VmRSS")
     # The kernel keeps the peak since the process began, imports and tracing included, so that it must start anew.
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM = VmRSS
     work()
     return read_process_bytes("VmHWM") - before

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     world = _join_world()
     if world.rank:
         # Every rank runs the same command, and would print the same lines.
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
     try:
         world.exit_process(0 if _run_command(name, world, rest) else 1)
     except StoppedError as stopped:  # raised on every rank; the exit code is a shell's code for the signal

@@ -142,7 +142,7 @@ def read_process_bytes(field: str) -> int:
         raise PlanError(
             f"Only Linux tells how much memory a process takes ({_STATUS}). Give the side of tiles instead."
         )
-    lines = _STATUS.read_text().splitlines()
+    lines = _STATUS.read_text(encoding="utf-8", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
@@ -244,6 +244,6 @@ def _read_limits(
 def _read_text(path: Path) -> str:
     """Return the text of a file, or "" if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -12,11 +12,11 @@ from itertools import count
 from typing import Any, NoReturn
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from engines.comm.device import has_own_memory
 from engines.comm.nccl import Collectives, make_collectives
+from engines.comm.start import use_mpi_home
 from engines.comm.status_board import measure_wait
 from engines.comm.streams import wait_for_stream
 from engines.comm.world import (
@@ -31,6 +31,9 @@ from engines.comm.world import (
 )
 from engines.errors import RankError, ReleasedError
 from engines.formatting import format_bytes
+
+with use_mpi_home():  # the import initialises MPI, which reads settings from HOME
+    from mpi4py import MPI
 
 
 @cache

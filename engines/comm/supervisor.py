@@ -76,7 +76,12 @@ class _Supervisor:
         """
         now = self.board.read()
         try:  # the letter of ps: R runs, S sleeps, D waits for I/O, T is stopped
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = (
+                Path(f"/proc/{self.process.pid}/stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rpartition(")")[2]
+                .split()[0]
+            )
         except (OSError, IndexError):
             state = ""
         rests = time.monotonic() - self.board.since_s >= _REST_S

@@ -177,7 +177,7 @@ class Timeline(FactTable):
                     "args": event._asdict(),
                 }
                 rows.append(row)
-        Path(path).write_text(json.dumps({"traceEvents": rows}))
+        Path(path).write_text(json.dumps({"traceEvents": rows}), encoding="utf-8")
         return Path(path)
 
 
@@ -188,7 +188,8 @@ class Timeline(FactTable):
 def identify_clock() -> str:
     """Return what identifies the clock of `time.perf_counter`, which the processes of a host share."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names of hosts need not be unique
+        # Names of hosts need not be unique.
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:  # not Linux
         return f"{socket.gethostname()} {uuid.getnode()}"
 

@@ -295,7 +295,7 @@ class CheckpointWriter:
         try:
             if self._failure:
                 raise self._failure
-            with (self._path / MANIFEST).open("x") as file:
+            with (self._path / MANIFEST).open("x", encoding="utf-8") as file:
                 file.write(serialise_manifest(manifest))
                 file.flush()
                 os.fsync(file.fileno())

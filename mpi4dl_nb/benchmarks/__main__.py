@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             path = f"{PICTURES}/{study.title.lower().replace(' ', '_')}.png"
             (folder / path).write_bytes(figure.to_png())
             pictures[study.title] = path, figure.alt
-    (folder / PAGE).write_text(build_page(studies, found, pictures, changed))
+    (folder / PAGE).write_text(build_page(studies, found, pictures, changed), encoding="utf-8")
     print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
     for text in (*found.failures, *(changed or ())):
         print(text)

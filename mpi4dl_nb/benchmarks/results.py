@@ -66,13 +66,13 @@ class BenchmarkResults:
     def save(self, path: Path) -> None:
         """Save the machine and the rows as JSON."""
         kept = {title: [asdict(row) for row in rows] for title, rows in self.rows.items()}
-        path.write_text(json.dumps({"machine": dict(self.machine), "rows": kept}, indent=1) + "\n")
+        path.write_text(json.dumps({"machine": dict(self.machine), "rows": kept}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> BenchmarkResults:
         """Load saved results. Raises PlanError if the file holds something else."""
         try:
-            kept = json.loads(path.read_text())
+            kept = json.loads(path.read_text(encoding="utf-8"))
             rows = {title: [BenchmarkRow(**row) for row in rows] for title, rows in kept["rows"].items()}
             return cls(kept["machine"], rows)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -91,7 +91,9 @@ def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
     environment = os.environ | make_mpi_environment(case.ranks)
     try:
         command = make_engine_command(case.ranks, *case.arguments)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, encoding="utf-8", timeout=_LONGEST_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks took more than {_LONGEST_S} s.") from error
     if done.returncode:
@@ -129,7 +131,7 @@ def describe_machine() -> dict[str, str]:
     """Return the processor, memory, GPU, versions and date."""
     names = ("torch", "mpi4py", "numpy")
     path = Path("/proc/cpuinfo")  # on Linux `platform.processor()` says no more than "x86_64"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     processor = next(named, platform.processor() or platform.machine())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"

@@ -27,7 +27,11 @@ _SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some more p
 
 
 def collect_facts(order: dict) -> dict:
-    """Return the host's facts. `order` has the working `folder`, the `mpiexec`, and an address to reach (`towards`)."""
+    """Return the host's facts.
+
+    `order` has the working `folder`, the `mpiexec`, an address to reach (`towards`), and `paths` to search for modules.
+    """
+    sys.path[1:1] = order["paths"]  # as if they were in PYTHONPATH
     address = find_own_address(order["towards"])
     return {
         "host": socket.gethostname(),
@@ -35,6 +39,7 @@ def collect_facts(order: dict) -> dict:
         "versions": collect_versions(order["mpiexec"]),
         "has_folder": os.access(order["folder"], os.X_OK),
         "network": find_network(address),
+        "home": os.environ.get("HOME"),
     }
 
 
@@ -50,7 +55,14 @@ def collect_versions(mpiexec: str) -> dict:
         found["code of mpi4dl_nb"] = code.hexdigest()[:12]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
+            [mpiexec, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "HOME": os.devnull},  # MPI reads no settings from there
+            timeout=20,
+            check=False,
         )
         found["MPI"] = (done.stdout.strip().splitlines() or [None])[0]
     for name in _PACKAGES:
@@ -87,13 +99,13 @@ def find_network(address):
     return None
 
 
-def write_connection_file(home: str, order: dict) -> str:
+def write_files(home: str, order: dict) -> str:
     """Write the files of `order`, readable by their owner only. Return why the controller is unreachable, or ""."""
     for name, text in order["files"].items():
         path = Path(home, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         # Created with these permissions: a file whose permissions are changed later could be read in between.
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     try:
         socket.create_connection(order["controller"], _CONNECT_S).close()
@@ -157,7 +169,7 @@ def main() -> None:
                 memory = make_memory_folder(home, order["ranks"])
                 _send(facts=collect_facts(order), home=home, memory=memory)
             elif order["do"] == "arm":
-                _send(unreachable=write_connection_file(home, order))
+                _send(unreachable=write_files(home, order))
             else:
                 _send(beat=order["beat"])
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,7 +47,7 @@ _CAUSES = {
 #     the text of host_agent.py             ──>       compiled and run (BOOT)
 #     tell: folder, mpiexec, ranks          ──>
 #                                           <──       sent: versions, network, cores; its folders
-#     arm: connection file, the controller  ──>
+#     arm: keys, variables, the controller  ──>
 #                                           <──       unreachable: "", or why
 #     beat, every half second               ──>
 #                                           <──       beat
@@ -64,7 +65,7 @@ class HostAgent:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
         self.replied_s, self.replies = time.monotonic(), dict[str, Any]()
-        self._send(Path(host_agent.__file__).read_text())
+        self._send(Path(host_agent.__file__).read_text(encoding="utf-8"))
         self._reader = Thread(target=self._read_replies, name=f"host agent {host}", daemon=True)
         self._reader.start()
 
@@ -95,7 +96,7 @@ class HostAgent:
         return self.replies[key]
 
     def _describe_failure(self) -> str:
-        output = self._error_log.read_text(errors="replace")
+        output = self._error_log.read_text(encoding="utf-8", errors="replace")
         code = self.process.poll()
         if code is None:
             return f"it has not answered within {_REPLY_S:.0f} s" + _quote(output)
@@ -129,7 +130,7 @@ class HostAgents:
         """Return the facts of all hosts (`host_agent.collect_facts`). Raises RankError if one is silent or differs."""
         until_s = time.monotonic() + _REPLY_S
         for host, agent in self.agents.items():
-            own = {"towards": towards[host], "ranks": ranks[host]}
+            own = {"towards": towards[host], "ranks": ranks[host], "paths": _get_paths()}
             agent.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **own)
         own = host_agent.collect_versions(mpiexec)
         found = {host: agent.wait_for_reply("facts", until_s) for host, agent in self.agents.items()}
@@ -142,11 +143,11 @@ class HostAgents:
         """Return the cluster's folders on a host: for its files, and for shared memory."""
         return self.agents[host].replies["home"], self.agents[host].replies["memory"]
 
-    def send_connection_file(self, files: Mapping[str, str], controller: tuple[str, int]) -> None:
-        """Send the engines' connection file to the hosts. Raises RankError if one cannot reach the controller."""
+    def send_files(self, files: Mapping[str, Mapping[str, str]], controller: tuple[str, int]) -> None:
+        """Send each host its files, by name. Raises RankError if one cannot reach the controller."""
         until_s = time.monotonic() + _REPLY_S
-        for agent in self.agents.values():
-            agent.send_request("arm", files=dict(files), controller=controller)
+        for host, agent in self.agents.items():
+            agent.send_request("arm", files=dict(files[host]), controller=controller)
         for host, agent in self.agents.items():
             if why := agent.wait_for_reply("unreachable", until_s):
                 raise RankError(
@@ -185,6 +186,11 @@ class HostAgents:
         until_s = time.monotonic() + _LEAVE_S
         for agent in self.agents.values():
             agent.end(until_s)
+
+
+def _get_paths() -> list[str]:
+    """Return the folders of PYTHONPATH, which a command line would show to all users of the host."""
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def _quote(output: str) -> str:

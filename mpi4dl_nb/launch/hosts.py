@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain, product
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,30 @@ from typing import Any
 from engines.errors import PlanError, RankError
 from engines.images.regular_file import read_bounded
 
-_NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*")
+# A name, or a user and a name. Neither begins with a dash, which ssh, srun and mpiexec would take for a flag. Nor is
+# there a blank, a comma, a quote, a dollar sign or a NUL.
+_NAME = re.compile(r"(?:\w[\w.-]*@)?\w[\w.-]*")
+_NAME_LENGTH = 320  # 64 letters of a user, 253 of a name
+_MOST_HOSTS = 1 << 16  # in a short list such as n[1-9]; Slurm itself expands no longer ones
 _LINE = re.compile(r"(?P<name>\S+?)(?::(?P<short>\S*)|\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host name that `ssh` understands, and its number of ranks (`slots`; None: an even share)."""
+    """A host name that `ssh` understands, and its number of ranks (`slots`; None: an even share).
+
+    Raises PlanError for any other name, wherever it comes from: arguments, a hostfile, Slurm or PBS.
+    """
 
     name: str
     slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or len(self.name) > _NAME_LENGTH or not _NAME.fullmatch(self.name):
+            raise PlanError(
+                f"The host {_shorten(self.name)} has no name that ssh could take: up to {_NAME_LENGTH} letters, "
+                "digits, '.', '-' and '_', with or without 'user@' before it, and no '-' at the beginning of either."
+            )
 
     def __str__(self) -> str:
         return self.name if self.slots is None else f"{self.name}:{self.slots}"
@@ -39,6 +55,15 @@ class HostRanks:
 
     def __str__(self) -> str:
         return f"{self.name} ({format_ranks(self.ranks)})"
+
+
+def _shorten(value: object) -> str:
+    """Return a value of a user for a message, which is cut if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number with thousands of digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}... ({len(text):,} characters)"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -61,43 +86,56 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
     if wish is None:
         return ()
     if isinstance(wish, str | PathLike):
-        try:
-            lines = read_bounded(Path(wish)).decode().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"hosts={str(Path(wish))!r} is no hostfile that can be read ({error}). "
-                "A list of names goes as hosts=[...]."
-            ) from error
+        lines = _read_lines(wish, f"hosts={_shorten(os.fspath(wish))} is no hostfile that can be read")
         found = [_parse_host(text) for line in lines if (text := line.split("#")[0].strip())]
     elif isinstance(wish, Mapping):
-        found = [_make_host(name, name, slots) for name, slots in wish.items()]
+        found = [_make_host(name, slots) for name, slots in wish.items()]
     elif isinstance(wish, Iterable):
         found = [_parse_host(text) for text in wish]
     else:
         raise PlanError(f"hosts={wish!r} must be a list of names, a dict of slots by name, or a hostfile's path.")
     if not found:
         raise PlanError(f"hosts={wish!r} names no host. Leave it away to start the ranks on this machine.")
-    names = [host.name for host in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise PlanError(f"hosts names {twice[0]!r} {names.count(twice[0])} times. Name it once, with its slots.")
+    (name, times), *_ = Counter(host.name for host in found).most_common(1)
+    if times > 1:
+        raise PlanError(f"hosts names {name!r} {times} times. Name it once, with its slots.")
     return tuple(found)
 
 
+def _read_lines(path: str | PathLike[str], what: str) -> list[str]:
+    """Return the lines of a file of hosts. Raises PlanError, which begins with `what`, if it cannot be read."""
+    try:
+        return read_bounded(Path(path)).decode().splitlines()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or no UTF-8
+        raise PlanError(f"{what} ({error}). A list of names goes as hosts=[...].") from error
+
+
 def _parse_host(text: Any) -> Host:
-    if not isinstance(text, str) or not (found := _LINE.fullmatch(text.strip())):
-        raise PlanError(f"The host {text!r} must be a name, or a name with its slots: 'node2:3'.")
-    return _make_host(text, found["name"], found["short"] if found["short"] is not None else found["slots"])
+    # The length first: a long line of colons would take time that grows with its square.
+    if not isinstance(text, str) or len(text) > 2 * _NAME_LENGTH or not (found := _LINE.fullmatch(text.strip())):
+        raise PlanError(f"The host {_shorten(text)} must be a name, or a name with its slots: 'node2:3'.")
+    return _make_host(found["name"], found["short"] if found["short"] is not None else found["slots"])
 
 
-def _make_host(entry: Any, name: Any, slots: Any) -> Host:
-    """Return a checked host: a name that starts with a dash would be a flag of ssh."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise PlanError(f"The host {entry!r} has no name that ssh could take: letters, digits, '.', '-' and '_'.")
+def _make_host(name: Any, slots: Any) -> Host:
+    host = Host(name)
     if slots is None:
-        return Host(name)
-    if isinstance(slots, bool) or not re.fullmatch("0*[1-9][0-9]*", str(slots)):
-        raise PlanError(f"The host {name!r} has slots {slots!r}: they must be a whole number, 1 or more.")
+        return host
+    if isinstance(slots, bool) or not isinstance(slots, str | int) or not _is_count(slots):
+        raise PlanError(
+            f"The host {name!r} has slots {_shorten(slots)}: they must be a whole number from 1 to {_MOST_SLOTS:,}."
+        )
     return Host(name, int(slots))
+
+
+_MOST_SLOTS = 999_999
+
+
+def _is_count(slots: str | int) -> bool:
+    # Python converts numbers of at most 4300 digits: a text is measured first.
+    if isinstance(slots, str):
+        return re.fullmatch("0{0,9}[1-9][0-9]{0,5}", slots) is not None
+    return 1 <= slots <= _MOST_SLOTS
 
 
 @dataclass(frozen=True)
@@ -157,9 +195,10 @@ class Hosts:
 # The hosts that a batch system has allocated to this job, read from the environment set by Slurm and PBS.
 
 
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_NUMBER = r"[0-9]{1,9}"
+_COUNT = re.compile(rf"({_NUMBER})(?:\(x({_NUMBER})\))?")
 _PARTS = re.compile(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(rf"({_NUMBER})(?:-({_NUMBER}))?")
 
 
 @dataclass(frozen=True)
@@ -199,12 +238,9 @@ def read_allocation(variables: Mapping[str, str] = os.environ) -> Allocation | N
         slots = _parse_slots(variables, len(names))
         return Allocation("Slurm", variables.get("SLURM_JOB_ID", "?"), tuple(map(Host, names, slots)))
     if path := variables.get("PBS_NODEFILE", ""):
-        try:
-            lines = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
-        except OSError as error:
-            raise PlanError(f"PBS_NODEFILE={path} can't be read: {error}. Name the hosts: hosts=[...].") from error
-        slots = {name: lines.count(name) for name in lines}
-        return Allocation("PBS", variables.get("PBS_JOBID", "?"), tuple(Host(*each) for each in slots.items()))
+        lines = map(str.strip, _read_lines(path, f"PBS_NODEFILE={path} can't be read"))
+        slots_of = Counter(filter(None, lines))  # a line for each slot
+        return Allocation("PBS", variables.get("PBS_JOBID", "?"), tuple(Host(*each) for each in slots_of.items()))
     return None
 
 
@@ -216,16 +252,18 @@ def _parse_slots(variables: Mapping[str, str], hosts: int) -> list[int]:
     found = [_COUNT.fullmatch(part) for part in variables[name].split(",")]
     if not all(found):
         raise PlanError(
-            f"{name}={variables[name]!r} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...]."
+            f"{name}={_shorten(variables[name])} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...]."
         )
-    counts = [int(match[1]) for match in found for _ in range(int(match[2] or 1))]
-    if len(counts) != hosts:
-        raise PlanError(f"{name}={variables[name]!r} is for {len(counts)} hosts, but the job has {hosts}.")
-    return counts
+    times = [int(match[2] or 1) for match in found]
+    if sum(times) != hosts:  # before the list is written out, which may be long
+        raise PlanError(f"{name}={_shorten(variables[name])} is for {sum(times):,} hosts, but the job has {hosts:,}.")
+    return [int(match[1]) for match, repeats in zip(found, times, strict=True) for _ in range(repeats)]
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """Expand Slurm's compact host list; each host once, in order. Raises PlanError if it is invalid.
+    """Expand Slurm's compact host list; each host once, in order.
+
+    Raises PlanError if it is invalid, or stands for more than 65,536 hosts.
 
     >>> expand_nodes("node[001-003,7],gpu1")
     ['node001', 'node002', 'node003', 'node7', 'gpu1']
@@ -242,23 +280,42 @@ def expand_nodes(nodes: str) -> list[str]:
             break
         at += 1
     if not all(parts):
-        raise PlanError(f"{nodes!r} is no list of hosts such as node[001-003,7],gpu1. Name them: hosts=[...].")
-    return list(dict.fromkeys(name for part in parts for name in _expand_part(part, nodes)))
+        raise PlanError(f"{_shorten(nodes)} is no list of hosts such as node[001-003,7],gpu1. Name them: hosts=[...].")
+    # Count before anything is written out: each bracket multiplies the number of names.
+    choices = [[_parse_ranges(piece, nodes) for piece in re.findall(r"\[[^\]]*\]|[^\[]+", part)] for part in parts]
+    count = sum(prod(sum(map(len, ranges)) for ranges in part) for part in choices)
+    if count > _MOST_HOSTS:
+        raise PlanError(
+            f"{_shorten(nodes)} stands for more than {_MOST_HOSTS:,} hosts. Name those that you need: hosts=[...]."
+        )
+    names = chain.from_iterable(product(*(chain.from_iterable(ranges) for ranges in part)) for part in choices)
+    return list(dict.fromkeys(map("".join, names)))
 
 
-def _expand_part(part: str, nodes: str) -> Iterator[str]:
-    """Expand `rack[1-2]node[3,5]` to all combinations, the last brackets varying fastest."""
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    inside, _, tail = rest.partition("]")
-    for piece in inside.split(","):
-        found = _RANGE.fullmatch(piece.strip())
+class _Range(Sequence[str]):
+    """The numbers of `001-128` as text, padded to the width of the first."""
+
+    def __init__(self, first: str, last: str) -> None:
+        self._numbers, self._width = range(int(first), int(last) + 1), len(first)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: int) -> str:
+        return f"{self._numbers[at]:0{self._width}d}"
+
+
+def _parse_ranges(piece: str, nodes: str) -> list[Sequence[str]]:
+    """Return the choices of one piece of a host list, `[3,5-7]` or plain text, not yet written out."""
+    if not piece.startswith("["):
+        return [[piece]]
+    ranges = list[Sequence[str]]()
+    for item in piece[1:-1].split(","):
+        found = _RANGE.fullmatch(item.strip())
         if not found or int(found[2] or found[1]) < int(found[1]):
             raise PlanError(
-                f"{piece!r} in {nodes!r} is no number, nor a range that ascends. Name the hosts: hosts=[...]."
+                f"{_shorten(item)} in {_shorten(nodes)} is no number of up to 9 digits, nor a range that ascends. Name "
+                "the hosts: hosts=[...]."
             )
-        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
-            for end in _expand_part(tail, nodes):
-                yield f"{head}{number:0{len(found[1])}d}{end}"
+        ranges.append(_Range(found[1], found[2] or found[1]))
+    return ranges

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from engines.comm.device import compute_threads_per_rank, get_memory_bytes
-from engines.comm.start import make_command
+from engines.comm.start import make_command, make_home_variables
 from engines.errors import RankError
 from engines.formatting import format_bytes
 
@@ -33,14 +32,11 @@ def find_mpiexec() -> str:
     return found
 
 
-def get_home_variable() -> dict[str, str]:
-    """Return HOME, without which Open MPI does not start; if it is unset, the user's home or an existing folder."""
-    found = os.path.expanduser("~")  # noqa: PTH111 (Path's raises where there is no home)
-    return {"HOME": os.environ.get("HOME") or (found if Path(found).is_absolute() else tempfile.gettempdir())}
+def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
+    """Return the variables that Open MPI and torch read at their start. `home` is MPI's: the cluster's own folder.
 
-
-def make_mpi_environment(n: int) -> dict[str, str]:
-    """Return the variables that Open MPI and torch read at their start."""
+    By default it has none. `start.main` gives the ranks the user's home again.
+    """
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -52,7 +48,7 @@ def make_mpi_environment(n: int) -> dict[str, str]:
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": "100000000000",
         **dict.fromkeys(as_root, "1"),
-        **get_home_variable(),
+        **make_home_variables(home),
     }
 
 
@@ -153,9 +149,15 @@ def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        environment = {**os.environ, **get_home_variable()}
+        environment = os.environ if command[0] == sys.executable else {**os.environ, "HOME": os.devnull}
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace", env=environment
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ASKED_S,
+            check=False,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         raise RankError(f"{command[0]} does not answer within {_ASKED_S:.0f} s (asked: {command[-1]:.20}).") from None

@@ -21,6 +21,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLa
 from engines.comm import rank_server, start, supervisor
 from engines.comm.output import OutputLine
 from engines.errors import RankError
+from mpi4dl_nb.launch.closed_ports import close_ports
 from mpi4dl_nb.launch.hosts import Hosts
 from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.multi_host import MultiHost
@@ -31,6 +32,7 @@ from mpi4dl_nb.launch.startup_monitor import (
     StartupMonitor,
     check_cluster,
     compute_load_factor,
+    describe_network_settings,
     find_startup_cause,
     format_excerpt,
     measure_work_s,
@@ -40,6 +42,9 @@ from mpi4dl_nb.user_modules import UserModules
 
 CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
 """The controller program. It is not imported: the notebook does not need the modules that it loads."""
+
+# The controller runs no code of the user's: it has nothing from the working folder, and no warning of it is an error.
+_ALONE = {start.SAFE: "1", "PYTHONWARNINGS": "ignore"}
 
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in start order
@@ -84,11 +89,11 @@ class _Controller(CaptureMixin, LocalControllerLauncher):
 class _Launcher(CaptureMixin, MPIEngineSetLauncher):
     """Engines under an mpiexec that, with ULFM, reports a dead rank to the others and continues without it."""
 
-    def __init__(self, *args: Any, mpi: MpiLibrary, across: MultiHost | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mpi: MpiLibrary, home: str, across: MultiHost | None = None, **kwargs: Any) -> None:
         super().__init__(*args, mpi_cmd=[find_mpiexec()], mpi_args=list(mpi.flags), **kwargs)
         self.engine_args = _ENGINES
         self.engine_cmd = start.make_command(supervisor.__name__, *start.make_command("ipyparallel.engine"))
-        self._across = across
+        self._home, self._across = home, across
 
     def find_args(self) -> list[str]:
         if self._across is None:
@@ -96,11 +101,11 @@ class _Launcher(CaptureMixin, MPIEngineSetLauncher):
         return [
             *self.mpi_cmd,
             *self.mpi_args,
-            *self._across.make_engine_flags([*self.program, *self.program_args], self.cluster_id),
+            *self._across.make_engine_flags([*self.program, *self.program_args]),
         ]
 
     def start(self, n: int) -> Any:
-        self.environment = {**self.environment, **make_mpi_environment(n)}
+        self.environment = {**self.environment, **make_mpi_environment(n, self._home)}
         return super().start(n)
 
 
@@ -164,7 +169,7 @@ class MpiRanks:
             parent=None,
             log=_LOG,
         )
-        run_in_loop(cluster.start_controller(environment={**environment, start.SAFE: "1"}))
+        run_in_loop(cluster.start_controller(environment={**environment, **_ALONE}))
         self._register(cluster.controller)
         self._wait_for_controller(cluster.controller)
         # Connect before there are ranks: if mpiexec fails to start them, the reaper ends the controller too.
@@ -172,14 +177,23 @@ class MpiRanks:
         self._client = run_in_loop(asked)
         if far:
             info = run_in_loop(cluster.controller.get_connection_info())["engine"]
-            far.send_connection_file(cluster.controller.connection_files["engine"], info["registration"])
+            keys = cluster.controller.connection_files["engine"]
+            far.send_files(keys, info["registration"], cluster.cluster_id)
         run_in_loop(
-            cluster.start_engines(mpi=self._mpi, across=far, environment=environment, on_line=self._reports.parse_line)
+            cluster.start_engines(
+                mpi=self._mpi,
+                home=str(self._place.home),
+                across=far,
+                environment=environment,
+                on_line=self._reports.parse_line,
+            )
         )
         self._register(cluster.engine_set)
         self._starting = StartupMonitor(self._n, lambda: measure_work_s(cluster.engine_set.process))
         self._wait_for_ranks(lambda: len(self._client.ids), "have reported")
         self._order_by_rank()
+        if not far:
+            close_ports(cluster.engine_set.process)
         self._starting.finish()
 
     def _register(self, launcher: Any) -> None:
@@ -227,7 +241,8 @@ class MpiRanks:
         output = "\n".join(
             line for line in self._launchers[-1].get_output().splitlines() if supervisor.MARK not in line
         )
-        return RankError(" ".join(filter(None, [what, find_startup_cause(output), format_excerpt(output)])))
+        why = [what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)]
+        return RankError(" ".join(filter(None, why)))
 
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""

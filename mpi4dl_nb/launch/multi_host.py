@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.comm.start import MPI_HOME, USER_HOME, add_variables, enter_folder
 from engines.errors import PlanError
 from mpi4dl_nb.launch.host_agent import find_network, find_own_address
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
@@ -27,6 +29,7 @@ from mpi4dl_nb.launch.supervisor_reports import RankExit
 _SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--quiet")  # shares the resources of the job step
 _ASK_S = 10.0
+_VARIABLES = "variables.json"
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,15 @@ class RemoteShell:
             return list(words)
         if self.srun:
             return [*_SRUN, f"--nodelist={host}", *words]
-        return [*self.agent, host, f"exec {shlex.join(words)}"]
+        return [*self.agent, "--", host, f"exec {shlex.join(words)}"]
 
     def make_mpiexec_flags(self) -> list[str]:
         """Return flags that start MPI's daemons in the same way. By ssh, a batch job's own host list is ignored."""
         if self.srun:
             return ["--prtemca", "plm_slurm_args", "--overlap"]
-        ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shlex.join(self.agent)]
+        # No graphics (-x), which MPI would otherwise ask for behind the "--", where ssh would take it for the host.
+        agent = shlex.join((*self.agent, "-x", "--"))
+        ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
         return [*ssh, "--prtemca", "ras", "^slurm,pbs"]
 
     def resolve_addresses(self, hosts: Iterable[str]) -> dict[str, str]:
@@ -74,8 +79,16 @@ class RemoteShell:
     def _resolve_host_name(self, host: str) -> str:
         """Return the host name by the user's ssh configuration, which may define short names."""
         try:
-            command, nothing = [*self.agent, "-G", host], subprocess.DEVNULL
-            asked = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=_ASK_S, check=False)
+            command, nothing = [*self.agent, "-G", "--", host], subprocess.DEVNULL
+            asked = subprocess.run(
+                command,
+                stdin=nothing,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_ASK_S,
+                check=False,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return host.rpartition("@")[2]
         named = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]
@@ -119,7 +132,7 @@ class HostLost(RankExit):
 class MultiHost:
     """Starts `n` ranks on several hosts.
 
-    Order of use: `prepare`, `send_connection_file`, then mpiexec with `make_engine_flags`, and `close` in the end.
+    Order of use: `prepare`, `send_files`, then mpiexec with `make_engine_flags`, and `close` in the end.
     """
 
     @classmethod
@@ -152,8 +165,6 @@ class MultiHost:
     def prepare(self, home: str) -> None:
         """Check that all hosts answer and are alike. Raises RankError that names the host and a remedy."""
         words = [sys.executable, "-c", BOOT]
-        if paths := os.environ.get("PYTHONPATH"):
-            words = ["env", f"PYTHONPATH={paths}", *words]
         hosts = [share.name for share in self.shares]
         commands = {host: self.reach.make_command(host, self.addresses[host], words) for host in hosts}
         towards = {host: find_own_address(self.addresses[host]) or self.address for host in hosts}
@@ -162,13 +173,49 @@ class MultiHost:
             towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), find_mpiexec()
         )
 
-    def send_connection_file(self, file: str, port: int) -> None:
-        """Send the engines' connection file to the hosts over the encrypted agent connections, never in the clear."""
-        self._agents.send_connection_file({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
+    def send_files(self, file: str, port: int, cluster_id: str) -> None:
+        """Send the hosts their files over the encrypted agent connections, never in the clear or on a command line.
 
-    def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
+        These are the engines' connection file, the variables of the host's ranks, and the mark of its folder.
+        """
+        keys = Path(file).read_text(encoding="utf-8")
+        self._agents.send_files(
+            {
+                share.name: {
+                    f"security/{Path(file).name}": keys,
+                    _VARIABLES: json.dumps(self._make_variables(share, cluster_id)),
+                    Path(self._home).name: "",
+                }
+                for share in self.shares
+            },
+            (self.address, port),
+        )
+
+    def _make_variables(self, share: HostRanks, cluster_id: str) -> dict[str, str | None]:
+        """Return the variables of the ranks on a host. None unsets a variable."""
+        home, memory = self._agents.get_folders(share.name)
+        facts, count = self._facts[share.name], len(share.ranks)
+        return {
+            **select_environment(os.environ),
+            **make_mpi_environment(count),
+            "HOME": facts["home"],
+            USER_HOME: None,
+            MPI_HOME: home,
+            "IPYTHONDIR": home,
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(home, "torchinductor")),
+            "IPP_PROFILE_DIR": home,
+            "IPP_CLUSTER_ID": cluster_id,
+            "OMPI_MCA_btl_sm_backing_directory": memory,
+            # The ranks share the cores of their own host, whatever this machine has.
+            "OMP_NUM_THREADS": str(max(1, facts["cores"] // count)),
+        }
+
+    def make_engine_flags(self, program: Sequence[str]) -> list[str]:
         """Return the flags with which mpiexec runs `program`, the engine, on the hosts in each one's cluster folder."""
         found = self.reach.make_mpiexec_flags()
+        # On a host MPI's daemon, too, has its home and its files in the cluster's folder there.
+        daemon = enter_folder(Path(self._home).name, ["prted"])
+        found += ["--prtemca", "prte_launch_agent", " ".join(daemon)]
         # Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host.
         known = {facts["network"] for facts in self._facts.values()} | {find_network(self.address)}
         known -= {"127.0.0.0/8"}
@@ -180,27 +227,14 @@ class MultiHost:
                 found += ["--prtemca", "prte_if_include", networks]
         for name, value in {"prte_local_tmpdir_base": self._home, **_ALIVE}.items():
             found += ["--prtemca", name, str(value)]
-        # One program after another, each with its own environment, but all in the same MPI_COMM_WORLD:
+        # One program after another, each with its own variables, but all in the same MPI_COMM_WORLD:
         #
-        #     mpiexec ... -n 2 -H node1:2 -x A=1 python ... : -n 1 -H node2:1 -x A=2 python ...
+        #     mpiexec ... -n 2 -H node1:2 start.py --with-file .../variables.json python ... : -n 1 -H node2:1 ...
         for number, share in enumerate(self.shares):
-            count = len(share.ranks)
-            home, memory = self._agents.get_folders(share.name)
-            environment = {
-                **select_environment(os.environ),
-                **make_mpi_environment(count),
-                "IPYTHONDIR": home,
-                "IPP_PROFILE_DIR": home,
-                "IPP_CLUSTER_ID": cluster_id,
-                "OMPI_MCA_btl_sm_backing_directory": memory,
-                # The ranks share the cores of their own host, whatever this machine has.
-                "OMP_NUM_THREADS": str(max(1, self._facts[share.name]["cores"] // count)),
-            }
+            count, (home, _) = len(share.ranks), self._agents.get_folders(share.name)
             found += [":"] * (number > 0)
             found += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
-            for name, value in environment.items():
-                found += ["-x", f"{name}={value}"]
-            found += program
+            found += add_variables(str(Path(home, _VARIABLES)), program)
         return found
 
     def find_lost_hosts(self) -> frozenset[str]:

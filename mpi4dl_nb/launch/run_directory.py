@@ -75,7 +75,10 @@ class RunDirectory:
 
     def make_environment(self, alone: bool = True) -> dict[str, str]:
         """Return the environment that marks the cluster's processes. `alone`: they all run on this machine."""
-        ours = {MARK: self.name, "IPYTHONDIR": str(self.home)}  # not the user's, which may be missing
+        # By default PyTorch runs the compiled code that it finds in /tmp/torchinductor_USER, whoever has made that.
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(self.home / "torchinductor")
+        # IPYTHONDIR is not the user's, which may be missing.
+        ours = {MARK: self.name, "IPYTHONDIR": str(self.home), "TORCHINDUCTOR_CACHE_DIR": compiled}
         if not alone:
             return ours
         return {
@@ -141,8 +144,8 @@ class PidFile:
         if folder is None:
             return None
         path = folder / f"{self.name}.json"
-        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(json.dumps(asdict(self)))
+        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(json.dumps(asdict(self)).encode())
             file.flush()
             Path(file.name).replace(path)
         return path
@@ -217,6 +220,6 @@ def _identify_machine() -> tuple[str, str, str]:
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     return (
         socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else str(psutil.boot_time()),
+        boot.read_text(encoding="utf-8").strip() if boot.exists() else str(psutil.boot_time()),
         str(pids.readlink()) if pids.exists() else "",
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import re
 import resource
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import psutil
@@ -24,6 +25,7 @@ _SAY_S, _LOOK_S = 15.0, 1.0  # first message after this time; then each time the
 _WORK_S = 3.0  # default processor time of a rank's start, most of it for imports
 _TIMES = 20.0  # above this multiple of it, the start is abandoned
 _SIGN_S = 0.05  # processor time that counts as progress
+_CONNECT_S = 5.0
 
 
 class StartupMonitor:
@@ -136,6 +138,7 @@ def _check_resources(n: int, needed: int) -> None:
         raise RankError(
             "The folder that this process works in was deleted: ranks cannot work there. Go to another one (os.chdir)."
         )
+    _check_loopback()
     # A library that gets no file (ZeroMQ, PMIx) ends its process, even the notebook. The limit of this process and its
     # children is raised as far as needed: desktop systems permit more than the 1024 files that they begin with.
     unlimited = resource.RLIM_INFINITY
@@ -147,6 +150,35 @@ def _check_resources(n: int, needed: int) -> None:
         )
     if now != unlimited and now < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
+def _check_loopback() -> None:
+    """Raise RankError if this machine does not reach itself: the ranks and their helpers connect by 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), _CONNECT_S).close()
+    except OSError as error:
+        raise RankError(
+            f"This machine has no network interface, not even one for itself: 127.0.0.1 can't be reached ({error}). "
+            "Bring it up (ip link set lo up), or use backend='loopback', which needs none."
+        ) from None
+
+
+# Variables that are often left over from other work, and decide by which network MPI sends.
+
+_STEERING = re.compile(r"(OMPI|PRTE|PMIX)_MCA_(btl|pml|mtl|oob|osc|coll|ptl|plm|ras|prte_if|opal_net|mca_base)(_|$)")
+
+
+def describe_network_settings(variables: Mapping[str, str] = os.environ) -> str:
+    """Return a sentence with the variables that steer MPI's network; empty if there are none.
+
+    >>> describe_network_settings({"OMPI_MCA_btl": "self,tcp", "HOME": "/root"})
+    'These variables steer its network: OMPI_MCA_btl=self,tcp. If they are left over from other work, unset them.'
+    """
+    found = [f"{name}={value:.80}" for name, value in sorted(variables.items()) if _STEERING.match(name)]
+    if not found:
+        return ""
+    return f"These variables steer its network: {', '.join(found)}. If they are left over from other work, unset them."
 
 
 # Known causes of failed starts, recognised in the output of processes, with their remedies.

@@ -26,7 +26,7 @@ def read_code(file: str) -> str:
 
     A widget that has the path instead is connected to a watcher of the file, which keeps it in memory for good.
     """
-    return Path(__file__).with_name(file).read_text()
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 # A slider with an accessible name, which the slider of ipywidgets lacks for screen readers.

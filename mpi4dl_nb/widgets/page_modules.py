@@ -24,7 +24,7 @@ def join_modules(entry: str) -> str:
     texts: dict[str, str] = {}
 
     def visit(file: str) -> None:
-        text = FOLDER.joinpath(file).read_text()
+        text = FOLDER.joinpath(file).read_text(encoding="utf-8")
         for found in _IMPORT.finditer(text):
             if found["file"] not in texts:
                 visit(found["file"])
@@ -36,4 +36,4 @@ def join_modules(entry: str) -> str:
 
 def read_style(*files: str) -> str:
     """Return the style sheet of all widgets, followed by `files`."""
-    return "\n".join(FOLDER.joinpath(file).read_text() for file in ("page.css", *files))
+    return "\n".join(FOLDER.joinpath(file).read_text(encoding="utf-8") for file in ("page.css", *files))

@@ -71,7 +71,7 @@ def run_elsewhere(fuzzer: str, first: int, count: int, seed: int) -> Tally:
         words = [fuzzer, "--first", str(number), "--count", str(stop - number), "--seed", str(seed), "--here"]
         ended = {"case": number - 1}
         begun: dict[str, object] = {}
-        with tempfile.TemporaryFile("w+") as errors:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
             command = [sys.executable, "-m", "tests.fuzz", *words]
             paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             environment = os.environ | {"PYTHONPATH": paths}

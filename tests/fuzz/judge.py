@@ -146,7 +146,7 @@ def _outcome(case: Case) -> tuple[str, str]:
 
 def memory(name: str) -> int:
     """Bytes of this process, by the kernel's account."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

@@ -182,30 +182,31 @@ def make_other(path: Path, random: Random, canary: Path) -> str:
 def _other_text(path: Path, random: Random, odd: Path) -> str:
     """A cell, a name or a number of it, or what XML has for leading out."""
     leads = (str(odd), os.path.relpath(odd, path.parent), f"../{odd.parent.name}/{odd.name}", "/dev/zero", "..", "a\0b")
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     if path.suffix == ".csv":
         return _other_cell(path, random, leads)
     if path.suffix == ".txt":
-        path.write_text(f"a\n{random.choice(leads)}\n{'b ' * int(random.integers(3))}\n")
+        path.write_text(f"a\n{random.choice(leads)}\n{'b ' * int(random.integers(3))}\n", encoding="utf-8")
         return "a name"
     way = int(random.integers(3))
     if way == 0:
         entity = f'<!DOCTYPE annotation [<!ENTITY odd SYSTEM "{odd.as_uri()}">]>'
-        path.write_text(entity + text.replace("cell", "&odd;"))
+        path.write_text(entity + text.replace("cell", "&odd;"), encoding="utf-8")
     elif way == 1:
-        path.write_text(text.replace(">20<", f">{random.choice(_NUMBERS)}<", int(random.integers(1, 3))))
+        changed = text.replace(">20<", f">{random.choice(_NUMBERS)}<", int(random.integers(1, 3)))
+        path.write_text(changed, encoding="utf-8")
     else:
-        path.write_text(text.replace("</annotation>", "<object>" * int(random.choice([1, 50_000]))))
+        path.write_text(text.replace("</annotation>", "<object>" * int(random.choice([1, 50_000]))), encoding="utf-8")
     return ("an entity", "a number", "an element")[way]
 
 
 def _other_cell(path: Path, random: Random, leads: tuple[str, ...]) -> str:
-    rows = list(csv.reader(StringIO(path.read_text())))
+    rows = list(csv.reader(StringIO(path.read_text(encoding="utf-8"))))
     row, column = int(random.integers(len(rows))), int(random.integers(len(rows[0])))
     others = {"path": leads, "mask": leads, "region": _REGIONS, "level": _NUMBERS, "label": (*_NUMBERS, *leads)}
     values = others.get(rows[0][column], (*_NUMBERS, *leads, *_REGIONS))
     rows[row][column] = str(values[int(random.integers(len(values)))])
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(rows)
     return f"the cell {row}, {column}"
 

@@ -243,7 +243,7 @@ RUNS = {"pickle", "cloudpickle", "marshal", "shelve", "yaml", "dill", "joblib", 
 def loaders(path: Path) -> set[str]:
     """What a file uses that could run, unpickle or expand what it reads."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner, name = node.value.id, node.attr
             reads = name.startswith(("load", "parse", "fromstring", "Unpickl", "iterparse", "open"))

@@ -222,7 +222,7 @@ class Nested(nn.Module):
 
 
 def line_of(text: str) -> int:
-    lines = Path(__file__).read_text().splitlines()
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return 1 + next(index for index, line in enumerate(lines) if line.strip() == text)
 
 

@@ -5,6 +5,7 @@ Hosts that fail are programs in the place of ssh, which say what ssh says; or pr
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -24,7 +25,7 @@ from mpi4dl_nb.launch import host_agent, host_agents
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import Hosts, choose_hosts, expand_nodes, read_allocation, read_hosts
 from mpi4dl_nb.launch.mpi_library import find_mpiexec
-from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, select_environment
+from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, RemoteShell, select_environment
 from mpi4dl_nb.launch.supervisor_reports import RankExit
 
 FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh
@@ -76,6 +77,17 @@ def test_hosts_may_be_a_dict_or_a_hostfile(tmp_path):
         ({"a": 1.5}, "'a' has slots 1.5"),
         (["a", "b", "a"], "names 'a' 2 times"),
         (["-oProxyCommand=evil"], "no name that ssh could take"),
+        (["-node1"], "no '-' at the beginning"),
+        (["me@-node1"], "no '-' at the beginning"),
+        (["-lroot@node1"], "no '-' at the beginning"),
+        (["me@you@node1"], "no name that ssh could take"),
+        (["node1\0"], r"'node1\\x00' has no name"),
+        ({"node1\n-oProxyCommand=evil": 1}, "no name that ssh could take"),
+        (["n" * 400], r"'nnnn.*nnn\.\.\. \(402 characters\) has no name"),
+        ([":" * 1_000_000], r"\(1,000,002 characters\) must be a name"),
+        ("/no/such\0file", "no hostfile that can be read .embedded null byte"),
+        (["a:" + "9" * 500], "from 1 to 999,999"),
+        ({"a": 10**5000}, "'a' has slots a very large int: they must be a whole number from 1 to 999,999"),
         (["a b"], "must be a name"),
         (["$(evil)"], "no name that ssh could take"),
         ([3], "must be a name"),
@@ -113,10 +125,48 @@ def test_short_lists_of_slurm_are_written_out(nodes, names):
     assert expand_nodes(nodes) == names
 
 
-@pytest.mark.parametrize("nodes", ["", "a,,b", "a[1", "a1]", "a[3-1]", "a[]", "a[x]", "a[1-2]]", "a[1,[2]]"])
+@pytest.mark.parametrize(
+    "nodes", ["", "a,,b", "a[1", "a1]", "a[3-1]", "a[]", "a[x]", "a[1-2]]", "a[1,[2]]", "a[1-" + "9" * 5000 + "]"]
+)
 def test_lists_that_make_no_sense_are_refused(nodes):
     with pytest.raises(PlanError, match=r"hosts=\[\.\.\.\]"):
         expand_nodes(nodes)
+
+
+@pytest.mark.parametrize("nodes", ["n[1-999999999]", "n[1-300][1-300]", "n[0-65535],m", "n" + "[0-9]" * 600])
+def test_a_list_of_too_many_hosts_is_refused_before_it_is_written_out(nodes):
+    start_s = time.monotonic()
+    with pytest.raises(PlanError, match=r"stands for more than 65,536 hosts\. Name those that you need"):
+        expand_nodes(nodes)
+    assert time.monotonic() - start_s < 1
+
+
+def test_as_many_hosts_as_slurm_itself_writes_out_are_read():
+    assert expand_nodes("n[00000-65535]")[-1] == "n65535"
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=evil", "me@-oProxyCommand=evil", "$(evil)", "a b", "a\0b"])
+@pytest.mark.parametrize("source", ["list", "dict", "hostfile", "Slurm", "PBS"])
+def test_a_name_is_checked_wherever_it_comes_from(name, source, tmp_path):
+    file = tmp_path / "nodes"
+    file.write_text(f"n1\n{name}\n", encoding="utf-8")
+    read = {
+        "list": lambda: read_hosts(["n1", name]),
+        "dict": lambda: read_hosts({"n1": 1, name: 1}),
+        "hostfile": lambda: read_hosts(file),
+        "Slurm": lambda: read_allocation({"SLURM_JOB_NODELIST": f"n1,{name}"}),
+        "PBS": lambda: read_allocation({"PBS_NODEFILE": str(file)}),
+    }
+    with pytest.raises(PlanError, match=r"no name that ssh could take|must be a name"):
+        read[source]()
+
+
+def test_ssh_takes_a_host_for_nothing_but_a_host():
+    """Whatever its name is: what comes behind "--" is no flag."""
+    shell = RemoteShell()
+    assert shell.make_command("node1", FAR, ["python", "-c", "1 + 1"])[-3:] == ["--", "node1", "exec python -c '1 + 1'"]
+    agent = next(flag for flag in shell.make_mpiexec_flags() if flag.startswith("ssh "))
+    assert agent.endswith(" -x --")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +182,7 @@ def test_a_slurm_job_has_hosts_and_slots(told, hosts):
     assert str(Hosts(read_allocation(told).hosts)) == hosts
 
 
-@pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2"])
+@pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2", "2(x999999999)", "2(x" + "9" * 5000 + ")"])
 def test_slots_that_do_not_fit_the_hosts_of_the_job_are_told(tasks):
     with pytest.raises(PlanError, match="SLURM_TASKS_PER_NODE="):
         read_allocation({**SLURM, "SLURM_TASKS_PER_NODE": tasks})
@@ -282,11 +332,11 @@ def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
     posts, _ = post
     home = Path(posts.get_folders("here")[0])
     with socket.create_server(("127.0.0.1", 0)) as controller:
-        posts.send_connection_file({"security/key": "secret"}, controller.getsockname())
+        posts.send_files({"here": {"security/key": "secret"}}, controller.getsockname())
     file = home / "security" / "key"
     assert file.read_text() == "secret"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (home, file.parent, file)] == [0o700, 0o700, 0o600]
-    assert "secret" not in Path(f"/proc/{posts.agents['here'].process.pid}/cmdline").read_text()
+    assert "secret" not in Path(f"/proc/{posts.agents['here'].process.pid}/cmdline").read_text(encoding="utf-8")
     memory = Path(posts.get_folders("here")[1])
     assert stat.S_IMODE(memory.stat().st_mode) == 0o700
     posts.close()
@@ -299,7 +349,7 @@ def test_a_controller_that_is_out_of_reach_is_told(post):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     with pytest.raises(RankError, match=rf"here can't connect to this machine at 127.0.0.1, port {port}: .*refused"):
-        posts.send_connection_file({}, ("127.0.0.1", port))
+        posts.send_files({"here": {}}, ("127.0.0.1", port))
 
 
 @pytest.mark.nightly
@@ -333,29 +383,81 @@ def test_what_is_left_on_a_host_ends_when_nobody_beats_any_more(post):
 # ---- what mpiexec is told
 
 
-def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
+class _Agents:
+    """As of two hosts, with what they were sent."""
+
+    def __init__(self):
+        self.sent: dict[str, dict[str, str]] = {}
+
+    def get_folders(self, host):
+        return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
+
+    def send_files(self, files, controller):
+        self.sent.update(files)
+
+
+@pytest.fixture
+def across(monkeypatch, tmp_path):
+    """Three ranks on two hosts, and a file of keys."""
     monkeypatch.delenv("OMPI_MCA_btl_tcp_if_include", raising=False)
-    across = MultiHost.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
-
-    class Told:
-        def get_folders(self, host):
-            return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
-
+    made = MultiHost.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
     networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
-    across._agents = Told()
-    across._facts = {host: {"cores": 8, "network": network} for host, network in networks.items()}
-    words = " ".join(across.make_engine_flags(["python", "engine"], "id"))
+    made._agents, made._home = _Agents(), "/tmp/mpi4dl_nb-x"
+    made._facts = {host: {"cores": 8, "network": network, "home": None} for host, network in networks.items()}
+    (tmp_path / "keys.json").write_text("keys", encoding="utf-8")
+    return made
+
+
+def test_each_host_has_its_own_share_of_cores_and_its_own_folder(across, monkeypatch, tmp_path):
+    words = " ".join(across.make_engine_flags(["python", "engine"]))
     one, two = words.split(" : ")
     assert "-n 2 -H 127.0.0.1:2" in one
-    assert "OMP_NUM_THREADS=4" in one
-    assert "IPP_PROFILE_DIR=/tmp/one" in one
-    assert "OMPI_MCA_btl_sm_backing_directory=/dev/shm/one" in one
+    assert one.endswith("--with-file /tmp/one/variables.json python engine")
     assert "-n 1 -H 127.0.0.2:1" in two
-    assert "OMP_NUM_THREADS=8" in two
-    assert two.endswith("python engine")
+    assert two.endswith("--with-file /tmp/two/variables.json python engine")
     assert "btl_tcp_if_include 10.1.0.0/16,10.2.0.0/16" in one
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
-    assert "btl_tcp_if_include" not in " ".join(across.make_engine_flags([], "id"))
+    assert "btl_tcp_if_include" not in " ".join(across.make_engine_flags([]))
+
+    across.send_files(str(tmp_path / "keys.json"), 7, "id")
+    one, two = (json.loads(files["variables.json"]) for files in across._agents.sent.values())
+    assert (one["OMP_NUM_THREADS"], two["OMP_NUM_THREADS"]) == ("4", "8")
+    assert (one["IPP_PROFILE_DIR"], two["IPP_PROFILE_DIR"]) == ("/tmp/one", "/tmp/two")
+    assert one["OMPI_MCA_btl_sm_backing_directory"] == "/dev/shm/one"
+    assert (one["HOME"], one["MPI4DL_NB_MPI_HOME"]) == (None, "/tmp/one")  # the user's on that host, and MPI's
+    assert across._agents.sent["127.0.0.1"].keys() == {"security/keys.json", "variables.json", "mpi4dl_nb-x"}
+
+
+def test_no_command_line_shows_the_value_of_a_variable(across, monkeypatch, tmp_path):
+    for name in ("PYTHONPATH", "NCCL_SOCKET_IFNAME", "TORCH_TOKEN", "LD_LIBRARY_PATH", "HOME"):
+        monkeypatch.setenv(name, "/very/secret")
+    assert "secret" not in " ".join(across.make_engine_flags(["python"]))
+    across.send_files(str(tmp_path / "keys.json"), 7, "id")
+    assert json.loads(across._agents.sent["127.0.0.1"]["variables.json"])["TORCH_TOKEN"] == "/very/secret"
+
+    class _Commands(HostAgents):
+        def __init__(self, commands, home):
+            raise RankError(str(commands))
+
+    monkeypatch.setattr("mpi4dl_nb.launch.multi_host.HostAgents", _Commands)
+    across.addresses = dict.fromkeys(across.addresses, FAR)
+    with pytest.raises(RankError, match=r"ssh.*127\.0\.0\.2") as told:
+        across.prepare(str(tmp_path))
+    assert "secret" not in str(told.value)
+
+
+def test_a_host_finds_modules_where_the_notebook_does(tmp_path, monkeypatch):
+    """PYTHONPATH is sent to the agent, and not written on its command line."""
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "__init__.py").write_text("# other code", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import os; os.chdir('/'); os.environ.pop('PYTHONPATH', None); import runpy, sys; "
+    posts = HostAgents({"here": [sys.executable, "-c", code + BOOT]}, str(tmp_path))
+    try:
+        with pytest.raises(RankError, match="here is not like this one: it has code of mpi4dl_nb"):
+            posts.collect_facts({"here": "127.0.0.1"}, {"here": 1}, str(Path.cwd()), find_mpiexec())
+    finally:
+        posts.close()
 
 
 # ---- a host that is lost

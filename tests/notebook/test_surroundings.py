@@ -44,6 +44,55 @@ def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
     assert list(tmp_path.iterdir()) == []
 
 
+# Each makes MPI fail where it is read.
+PLANTED = {".openmpi": "btl = nosuch\n", ".prte": "ess = nosuch\n", ".pmix": "gds = nosuch\n"}
+SEES = """
+import os, psutil
+from mpi4dl_nb.cluster import Cluster
+with Cluster(2) as cluster:
+    place = cluster._ranks._place
+    assert cluster.call(lambda host: (os.environ["HOME"], os.path.expanduser("~"))) == [(os.environ["HOME"],) * 2] * 2
+    family = psutil.Process().children(recursive=True)
+    mpi = [process.environ()["HOME"] for process in family if process.name() in ("mpiexec", "prterun")]
+    assert mpi == [str(place.home)], mpi
+    shown = [word for process in family for word in process.cmdline() if "very-secret" in word]
+    assert not shown, shown
+"""
+
+
+def plant(folder: Path) -> None:
+    for name, text in PLANTED.items():
+        (folder / name).mkdir()
+        (folder / name / "mca-params.conf").write_text(text, encoding="utf-8")
+
+
+def test_no_file_of_a_home_or_of_a_shared_folder_decides_what_mpi_starts(tmp_path, monkeypatch):
+    """Not in a notebook's cluster, nor by a command; the ranks still have the home of their user."""
+    for name in ("home", "temporary"):
+        (tmp_path / name).mkdir()
+        plant(tmp_path / name)
+    changed = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary"), "A_TOKEN": "very-secret"}
+    done = run(SEES, **changed)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    command = [
+        sys.executable,
+        "-m",
+        "mpi4dl_nb",
+        "-n",
+        "2",
+        "bench",
+        "allreduce",
+        "--iterations",
+        "1",
+        "--max-bytes",
+        "64",
+    ]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("most", [64, 128])
 def test_too_few_open_files_are_told_before_anything_starts(most):

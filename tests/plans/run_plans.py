@@ -34,7 +34,7 @@ def attempt(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) ->
 def main() -> None:
     torch.set_num_threads(1)
     everyone = MpiWorld()
-    plans = json.loads(Path(sys.argv[1]).read_text())
+    plans = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     troubles = {}
     for number, flags in enumerate(plans):
         chosen = options.make_parser("").parse_args(flags)
