@@ -36,11 +36,8 @@ def get_public_names(thing: object) -> list[str]:
     return sorted(name for name in object.__dir__(thing) if not name.startswith("_"))
 
 
-_BACKENDS: dict[str, Callable[[int], Ranks]] = {
-    "mpi": MpiRanks,
-    "loopback": LoopbackRanks,
-    "in_turn": SingleThreadRanks,
-}
+_THREADS: dict[str, Callable[[int], Ranks]] = {"loopback": LoopbackRanks, "in_turn": SingleThreadRanks}
+_BACKENDS = ("mpi", *_THREADS)
 _DESCRIPTIONS = {
     "mpi": "mpi: one process per rank",
     "loopback": "loopback: one thread of this process per rank",
@@ -128,7 +125,9 @@ class Cluster:
         return self
 
     def _launch(self) -> Ranks:
-        return MpiRanks(self.n, self.hosts) if self.hosts else _BACKENDS[self.backend](self.n)
+        if self.backend == "mpi":
+            return MpiRanks(self.n, self.hosts, self.hang_after_s)
+        return _THREADS[self.backend](self.n)
 
     def stop(self) -> None:
         """End the ranks, also during a call of another thread, which then raises RankError. All their state is lost."""
