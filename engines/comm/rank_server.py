@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -26,7 +27,7 @@ from engines.comm.notebook_imports import NotebookImports, make_import_error, pa
 from engines.comm.output import LineBuffer, OutputLine, RankStream
 from engines.comm.status_board import StatusBoard, report_working
 from engines.comm.world import World
-from engines.errors import ReleasedError, iterate_causes
+from engines.errors import Mpi4dlError, RankError, ReleasedError, get_message, iterate_causes
 
 if TYPE_CHECKING:
     from engines.train.debug_step import RankStepper
@@ -37,6 +38,8 @@ SPOKEN = "\x1espoken "
 """The prefix of a line that carries a line of a rank's output; the rest is JSON."""
 
 _OURS = Path(__file__).parents[1]
+
+_MOST_LINKS = 30  # exceptions of a chain that are told
 
 _AGAIN_S = 0.01  # until an interrupt that came during a `__del__` is tried again
 
@@ -98,23 +101,31 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, where: object = "") -> Failure:
-        """Make the failure from an exception, without the exception itself: the notebook may not know its type."""
-        chain = list(iterate_causes(error))
-        # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
-        links = tuple((f"{type(each).__name__}: {each}", tuple(_select_frames(each))) for each in reversed(chain))
-        # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
-        released = any(
-            isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(str(each)) for each in chain
-        )
-        return cls(type(error).__name__, str(error), released, links, str(where or ""))
+        """Make the failure from an exception, without the exception itself: the notebook may not know its type.
+
+        Long texts are cut, and of a long chain of exceptions the oldest ones are left out.
+        """
+        kind, message = type(error).__name__, get_message(error)
+        try:
+            chain = list(islice(iterate_causes(error), _MOST_LINKS))
+            # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
+            texts = [get_message(each) for each in chain]
+            links = tuple(
+                (f"{type(each).__name__}: {text}", tuple(_select_frames(each)))
+                for each, text in zip(reversed(chain), reversed(texts), strict=True)
+            )
+            # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
+            released = any(
+                isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(text)
+                for each, text in zip(chain, texts, strict=True)
+            )
+        except Exception:  # the user's exception has a cause or a file name of which Python makes no traceback
+            return cls(kind, message, isinstance(error, KeyboardInterrupt), ((f"{kind}: {message}", ()),))
+        return cls(kind, message, released, links, str(where or ""))
 
     def format_traceback(self) -> str:
         """Format the traceback as Python does. Only the notebook can: it alone has the source of its cells."""
-        parts = (
-            "".join(traceback.format_list([traceback.FrameSummary(*f) for f in frames])) + title
-            for title, frames in self.links
-        )
-        return "\n\nwhich led to\n\n".join(parts)
+        return "\n\nwhich led to\n\n".join(_format_frames(frames) + title for title, frames in self.links)
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,14 @@ class Reply:
     value: Any = None
     failure: Failure | None = None
     lines: int = 0
+
+
+def _format_frames(frames: Sequence[tuple[str, int, str]]) -> str:
+    found = [traceback.FrameSummary(*frame, lookup_line=False) for frame in frames]
+    try:
+        return "".join(traceback.format_list(found))
+    except Exception:  # a file name that is none: Python looks for the lines of source there
+        return "".join(f"  File {file!r}, line {line}, in {name}\n" for file, line, name in frames)
 
 
 def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
@@ -153,6 +172,11 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
                 (function, args), own_args = cloudpickle.loads(common), cloudpickle.loads(own)
             except ImportError as error:
                 raise make_import_error(error) from error
+            except Mpi4dlError:
+                raise
+            except Exception as error:
+                what = f"{type(error).__name__}: {get_message(error)}"
+                raise RankError(f"what it was sent cannot be unpickled: {what}") from error
             host.board.report(getattr(function, "__qualname__", repr(function)).encode())
             # A debug step is stopped between two instructions, with messages under way: other work must not meet them.
             if not getattr(function, "allow_during_step", False):
