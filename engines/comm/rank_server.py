@@ -60,6 +60,7 @@ class RankServer:
         self.predictions: dict[str, Any] = {}
         self.calibration: Any = None
         self.walk: RankStepper | None = None
+        self.parcel: bytearray | None = None
 
     def abort_debug_step(self) -> None:
         """Abort the debug step, if any: its pending messages must not match those of other work. Collective."""
@@ -155,7 +156,7 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
             yield frame.filename, frame.lineno or 0, frame.name
 
 
-def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
+def execute(host: RankServer, common: bytes | bytearray, own: bytes, followed: NotebookImports | None = None) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
 
     If the function fails, its communicator is revoked first, so that no other rank waits for this one. A debug step is
@@ -264,6 +265,35 @@ def join() -> tuple[int, int, int]:
     return world.rank, world.size, os.getpid()
 
 
+# A call whose arguments are large comes in parts, each of which is one message:
+#
+#     receive_part   receive_part   ...   run(None, ...)
+#
+# Each part that arrives changes the rank's status. So the time of sending is no hang, whatever the size and the link,
+# but a link that sends nothing any more is one.
+def receive_part(part: bytes, begin: int, total_bytes: int) -> None:
+    """Keep a part of the next call, which begins at the byte `begin` of `total_bytes`."""
+    host = _get_server()
+    host.board.report(f"the arrival of its work ({begin + len(part):,} of {total_bytes:,} bytes)".encode())
+    if begin == 0:
+        host.parcel = bytearray()
+    if host.parcel is None or len(host.parcel) != begin:  # one before this was lost: this call will say so
+        host.parcel = None
+    else:
+        host.parcel += part
+    host.board.report_waiting(True)
+
+
+def _take_parcel(host: RankServer, total_bytes: int) -> bytearray:
+    parcel, host.parcel = host.parcel, None
+    if parcel is None or len(parcel) != total_bytes:
+        raise RankError(
+            f"of the {total_bytes:,} bytes of its work {len(parcel or b''):,} have arrived: the connection was cut, or "
+            "its memory is full. Call again."
+        )
+    return parcel
+
+
 def _is_in_finaliser(frame: FrameType | None) -> bool:
     """Return whether a frame belongs to a `__del__`: Python prints an exception there and goes on."""
     while frame and frame.f_code.co_name != "__del__":
@@ -271,8 +301,11 @@ def _is_in_finaliser(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
-    """Call `execute` on this MPI process; the first SIGINT interrupts it."""
+def run(common: bytes | int, own: bytes, followed: NotebookImports) -> bytes:
+    """Call `execute` on this MPI process; the first SIGINT interrupts it.
+
+    Instead of `common` it may get the length of the parts that have arrived before.
+    """
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
     torch.set_grad_enabled(True)  # an interrupt on entry to or exit from `no_grad` can leave gradients disabled
@@ -291,7 +324,9 @@ def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
 
     signal.signal(signal.SIGINT, interrupt_once)
     try:
-        return execute(host, common, own, followed)
+        return execute(host, _take_parcel(host, common) if isinstance(common, int) else common, own, followed)
+    except RankError as error:  # parts that have not arrived
+        return _revoke_and_reply(host, error, before)
     except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
         return _revoke_and_reply(host, error, before)
     finally:

@@ -42,6 +42,7 @@ CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
 
 _LOOK_S, _EXPLAIN_S, _STOP_S = 0.1, 0.5, 30.0
 _CONNECT_S = 300.0  # more than any limit of a start: the start is watched, and given up by these limits
+_PART_BYTES, _MOST_PARTS = 4 << 20, 400  # ZeroMQ drops messages of a queue of more than 1,000
 _NANNY_FAILED = b"RuntimeError: nanny failed"  # the words of an engine, which then computes for ever
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in start order
 
@@ -295,13 +296,22 @@ class MpiRanks:
             view = self._views[rank]
             for numbers in (self._client.history, view.history, view.outstanding):
                 numbers.clear()  # earlier messages, all of which ipyparallel would keep
-            asked = view.apply_async(rank_server.run, common, own, self._follow)
+            asked = view.apply_async(rank_server.run, self._send_parts(view, common), own, self._follow)
             self._outputs[rank].add_call(self._client.metadata, asked.msg_ids[0])
             return asked
         except IndexError as error:  # the engine is gone, and its id with it
             gone: Future[bytes] = Future()
             gone.set_exception(error)
             return gone
+
+    def _send_parts(self, view: ipyparallel.DirectView, common: bytes) -> bytes | int:
+        """Send what is large in parts, before the call itself, and return what the call needs to find it."""
+        if len(common) <= _PART_BYTES:
+            return common
+        step = max(_PART_BYTES, len(common) // _MOST_PARTS)
+        for begin in range(0, len(common), step):
+            view.apply_async(rank_server.receive_part, common[begin : begin + step], begin, len(common))
+        return len(common)
 
     def interrupt(self) -> None:
         """Send SIGINT to each engine, and return once they have it, so that it cannot hit the next call."""

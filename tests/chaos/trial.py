@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from engines.errors import Mpi4dlError
+from engines.errors import Mpi4dlError, RankError
 from engines.train.interrupts import StoppedError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK, is_running
+from mpi4dl_nb.plan_benchmark import PlanTrial, run_interleaved
+from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
@@ -50,12 +52,14 @@ class Verdict:
     @property
     def limit_s(self) -> float:
         """How soon it should be told: at once where a process is gone, later where one only does not go on."""
-        return HANG_AFTER_S + 2 if self.fault.kind in ("stop", "hang", "pipe") else 1.0
+        slow = {"stop", "hang", "pipe", "cut"}.intersection(kind for kind, _ in self.fault.parts)
+        return HANG_AFTER_S + 2 if slow else 1.0 if self.fault.when not in ("start", "heal") else 2.0
 
     @property
     def is_late(self) -> bool:
-        """Whether that was too late. A start has limits of its own, and so has what a fault does to a healing."""
-        return self.told_s is not None and self.told_s > self.limit_s and self.fault.when not in ("start", "heal")
+        """Whether that was too late. What a cut does to a start shows only as a start for which nothing is done."""
+        told = self.told_s is not None and self.told_s > self.limit_s
+        return told and not (self.fault.when in ("start", "heal") and "cut" in self.fault.kind)
 
     def tell(self, text: str, now_s: float) -> None:
         """Something was told, be it of this fault or of what came of it."""
@@ -73,6 +77,7 @@ class Trial:
         self.verdict: Verdict | None = None
         self._names: set[str] = set()
         self._began_to_heal: Callable[[], None] = lambda: None
+        self._tuner = PlanTuner(model(), SHAPE, cluster)
         self._watch(cluster)
         # Ranks import this folder, and all that it needs, here: on a busy machine that takes longer than the limit.
         limit_s, cluster.hang_after_s = cluster.hang_after_s, None
@@ -90,7 +95,10 @@ class Trial:
         self.verdict = verdict = Verdict(fault)
         signal.alarm(_ROUND_S)
         with self._thrown(fault):
-            operation = {"save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate}
+            operation = {
+                "save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate,
+                "verify": self._verify, "tune": self._tune, "predict": self._predict,
+            }  # fmt: skip
             if act := operation.get(fault.when):
                 self._do(act)
             while self.training.steps < target or not self._do(self._look):
@@ -158,6 +166,24 @@ class Trial:
 
     def _calibrate(self) -> None:
         self.training.cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
+
+    def _verify(self) -> None:
+        if not self.training.verify()["ok"]:
+            self.verdict.wrong.append("verify says that the ranks are wrong")
+
+    def _predict(self) -> None:
+        with torch.no_grad():
+            found, wanted = (
+                each.predict(torch.ones(SHAPE, dtype=torch.float64)) for each in (self.training, self.reference)
+            )
+        self.verdict.wrong += ["another prediction"] * (not torch.equal(found, wanted))
+
+    def _tune(self) -> None:
+        """Measure a plan, as tuning does with each that it has predicted to be fast."""
+        trial = PlanTrial(self.training.cluster, lambda: self._tuner.make_recipe(PLAN))
+        run_interleaved([trial], steps=2)
+        if trial.failure:
+            raise RankError(trial.failure)
 
     # ---- how it is made to happen
 
@@ -229,7 +255,8 @@ class Trial:
         self.heard.healed.clear()
         told = " ".join(filter(None, verdict.texts))
         if verdict.told_s is not None and fault.when not in ("start", "heal"):
-            wanted = _NAMES.get(fault.whom) or [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
+            wanted = [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
+            wanted += [name for _, whom in fault.parts for name in _NAMES.get(whom, ())]
             if fault.whom not in ("reaper", "notebook") and not any(word in told for word in wanted):
                 verdict.wrong.append(f"told of others: {told}")
         if not fault.is_noted and told and fault.when != "heal":
