@@ -144,7 +144,10 @@ def port_taken(patch, folder):
     return 2
 
 
-@case(r"The controller of the ranks has not come up, and nothing more for [23] s: the processes of the start have done", within_s=6)
+@case(
+    r"The controller of the ranks has not come up, and nothing more for [23] s: the processes of the start have done",
+    within_s=6,
+)
 def silent_controller(patch, folder):
     patch.setattr(startup_monitor, "_IDLE_S", 2.0)
     patch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
@@ -188,7 +191,10 @@ def a_rank_ends_while_it_starts(patch, folder):
     return package(patch, folder, sitecustomize=text)
 
 
-@case(r"Of 2 ranks only 0 have reported, and nothing more for \d+ s: the processes of the start have done nothing", within_s=10)
+@case(
+    r"Of 2 ranks only 0 have reported, and nothing more for \d+ s: the processes of the start have done nothing",
+    within_s=10,
+)
 def silent_mpiexec(patch, folder):
     patch.setattr(startup_monitor, "_IDLE_S", 2.0)
     patch.setattr(startup_monitor, "_SAY_S", 1.0)

@@ -17,6 +17,8 @@ from engines.comm.supervisor import MARK
 _STOPPED = "it was stopped by a signal"
 _SILENT_S = 3.0  # supervisors report every second
 _PAUSE_S = 1.0  # normally this is polled many times a second
+# PMIx, through which a rank hears of mpiexec, ends its process with an error code of its own.
+_CODES = {195: " (its connection to mpiexec, or to mpiexec's daemon on its host, was lost)"}
 _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 
 
@@ -40,7 +42,7 @@ class RankExit:
         elif self.code is None:
             how = "has ended"
         elif self.code >= 0:
-            how = f"has left with exit code {self.code}"
+            how = f"has left with exit code {self.code}" + _CODES.get(self.code, "")
         else:
             name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
             why = {"SIGKILL": " (by the system, if memory ran out)", "SIGSEGV": " (a fault in compiled code)"}

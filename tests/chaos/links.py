@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 from contextlib import suppress
@@ -21,6 +22,8 @@ def cut_connections(pid: int) -> int:
                 continue
             # A copy of the process's own descriptor: what is shut down is the connection, not the copy.
             copy = library.syscall(_PIDFD_GETFD, handle, link.fd, 0)
+            if copy < 0 and ctypes.get_errno() == errno.EBADF:  # closed meanwhile
+                continue
             if copy < 0:
                 raise PermissionError(ctypes.get_errno(), "pidfd_getfd")
             with socket.socket(fileno=copy) as connection, suppress(OSError):

@@ -34,7 +34,7 @@ HANG_AFTER_S = 3.0
 STEPS = 3  # of a round
 EVERY = 2  # steps between two checkpoints
 GONE_S = 10.0
-_ROUND_S, _END_S = 240, 5.0
+_ROUND_S, _END_S, _CUT_S = 240, 5.0, 1.0
 _NAMES = {"controller": ("controller",), "mpiexec": ("mpiexec",)}
 
 
@@ -137,6 +137,9 @@ class Trial:
     def _look(self) -> None:
         """What has come of it; a fault may show only now, if a helper takes its time to end."""
         cluster, fault = self.training.cluster, self.verdict.fault
+        if "cut" in fault.kind and fault.is_noted and self.verdict.told_s is None:
+            time.sleep(_CUT_S)  # MPI notices by itself that a rank has lost its connection, and ends the rank then
+            fault.note.write_text(str(time.time()))
         if fault.kind == "terminate" and fault.whom in HELPERS and fault.is_noted and self.verdict.told_s is None:
             with suppress(psutil.NoSuchProcess):
                 asked, deadline = [psutil.Process(pid) for pid in fault.pids], time.monotonic() + _END_S

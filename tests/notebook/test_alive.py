@@ -267,7 +267,9 @@ def test_a_slow_start_says_what_it_does_and_goes_on(clock, capsys):
         assert start.update(0, "Of 5 ranks only 0 have joined") == ""
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 4  # after 15, 30, 60 and 120 s
-    assert said[0].startswith("The start takes longer than usual, and goes on. Of 5 ranks only 0 have joined after 15 s.")
+    assert said[0].startswith(
+        "The start takes longer than usual, and goes on. Of 5 ranks only 0 have joined after 15 s."
+    )
     # 1.5 of 20 s are done in 15 s: the other 18.5 s take ten times as many.
     assert said[0].endswith("2 s of a processor by now, and 4.0 programs wait for each core: it may take 185 s more.")
 
