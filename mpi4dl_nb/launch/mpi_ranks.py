@@ -243,8 +243,16 @@ class MpiRanks:
             return f"The ranks did not start: of their nannies, {' and '.join(nannies)} has ended."
         if self._has_ended() and (name := self._name_ended_helper()).startswith(_HELPERS[0]):
             return f"The controller, through which the notebook talks to the ranks, has ended: {name}."
-        children = 0 if self._has_ended() else children
+        if self._has_ended():
+            return f"The ranks did not start: of {self._n} processes 0 are left. {self._describe_signal()}".rstrip()
         return f"The ranks did not start: of {self._n} processes {children} are left."
+
+    def _describe_signal(self) -> str:
+        """Say that a signal has ended mpiexec, if so: otherwise its output says why it has ended."""
+        launcher = self._launchers[-1]
+        if isinstance(code := launcher.poll(), int) and code < 0:
+            return f"mpiexec (process {launcher.pid}) has ended by signal {-code}."
+        return ""
 
     def _name_ended_helper(self) -> str:
         """Name the helper that ended first: the reaper, which may have ended the other one since, knows the order."""

@@ -5,6 +5,7 @@ Functions and classes are defined inside the tests, as in a cell: the ranks can'
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
@@ -42,6 +43,13 @@ def fail(cluster: Cluster, function, *args) -> RankError:
     return caught.value
 
 
+def get_one(error: RankError) -> str:
+    """Return what is said of the first rank that failed, of two that fail at once."""
+    found = re.fullmatch(r"Rank ([01]): (.*) \(And so on ranks ([01])\.\)", str(error))
+    assert {found[1], found[3]} == {"0", "1"}
+    return found[2]
+
+
 def read_all(error: RankError) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
@@ -73,7 +81,7 @@ def test_a_cause_without_a_text_hides_nothing(cluster):
             raise ValueError("the last one") from error
 
     error = fail(cluster, fails)
-    assert str(error) == "Rank 0: ValueError: the last one (And so on ranks 1.)"
+    assert get_one(error) == "ValueError: the last one"
     assert "MuteError: (it has no text: its __str__ raised TypeError)" in error.remote_traceback
 
 
@@ -82,8 +90,8 @@ def test_a_long_text_is_cut_and_its_length_said(cluster):
         raise ValueError("x" * 30_000_000)
 
     error = fail(cluster, fails)
-    assert str(error).startswith("Rank 0: ValueError: xxxx")
-    assert str(error).endswith("x ... (30,000,000 characters) (And so on ranks 1.)")
+    assert get_one(error).startswith("ValueError: xxxx")
+    assert get_one(error).endswith("x ... (30,000,000 characters)")
     assert len(read_all(error)) < 50_000
 
 
@@ -99,9 +107,9 @@ def test_an_exception_of_which_python_makes_no_traceback_is_told(cluster):
     def fails_with_a_cause(host):
         raise CausedError("what is known")
 
-    assert str(fail(cluster, fails)) == "Rank 0: ZeroDivisionError: division by zero (And so on ranks 1.)"
+    assert get_one(fail(cluster, fails)) == "ZeroDivisionError: division by zero"
     error = fail(cluster, fails_with_a_cause)
-    assert str(error) == "Rank 0: CausedError: what is known (And so on ranks 1.)"
+    assert get_one(error) == "CausedError: what is known"
 
 
 def test_of_a_long_chain_the_last_exceptions_are_told():
@@ -123,7 +131,7 @@ def test_an_exception_that_cannot_be_pickled_is_told(cluster):
     def fails(host):
         raise BoundError
 
-    assert str(fail(cluster, fails)) == "Rank 0: BoundError: bound to a stream (And so on ranks 1.)"
+    assert get_one(fail(cluster, fails)) == "BoundError: bound to a stream"
 
 
 @pytest.mark.parametrize("what", [ValueError, SystemExit])
