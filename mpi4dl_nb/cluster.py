@@ -59,6 +59,7 @@ class Cluster:
 
     If ranks wait for a rank that makes no progress for `hang_after_s` seconds, they are released, and that rank is
     ended (None: they wait for ever). While no rank waits for another, work may take any time: the stop button ends it.
+    A start fails if one of its processes was stopped by a signal for 10 seconds, or `hang_after_s` if that is less.
 
     `hosts` are reached by ssh, without a password: `["node1", "node2:3"]`, with or without slots, a dict of slots by
     name, or a hostfile. Inside a Slurm or PBS job they default to the hosts of the job. All hosts need this Python in
