@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from threading import Timer
 
 import ipyparallel
 import pytest
@@ -17,6 +18,7 @@ from engines.comm import rank_server
 from engines.comm.rank_server import Failure
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
+from tests.chaos.links import cut_connections
 
 N = 2
 
@@ -181,6 +183,23 @@ def test_the_time_to_send_a_large_argument_is_no_hang(cluster, monkeypatch):
         assert time.monotonic() - start_s > 4
     finally:
         cluster.hang_after_s = 300
+
+
+@pytest.mark.nightly
+@over_mpi
+def test_a_connection_of_mpiexec_that_is_cut_is_told_as_what_it_is(cluster):
+    """MPI ends the ranks, each with an exit code of its own, which alone would say nothing."""
+    mpiexec = cluster._ranks._launchers[1].pid
+
+    def waits(host):
+        for _ in range(100):
+            host.world.all_gather(None)
+            time.sleep(0.05)
+
+    Timer(0.3, cut_connections, [mpiexec]).start()
+    with pytest.raises(RankError, match=r"exit code 195 \(its connection to mpiexec, .*, was lost\)"):
+        cluster.call(waits)
+    assert cluster.heal().call(lambda host: host.world.rank) == [0, 1]
 
 
 def test_parts_that_are_lost_are_said(monkeypatch):
