@@ -208,7 +208,11 @@ class MpiRanks:
             most = max(most, children := self._count_children())
             if self._has_ended() or children < most or self._lacks_nanny or self._processes.find_ended_nannies():
                 raise self._make_start_error(self._describe_end(children))
-            if trouble := self._starting.update(now, what if isinstance(what, str) else what(now)):
+            text = what if isinstance(what, str) else what(now)
+            trouble = self._starting.update(now, text)
+            if stopped := self._starting.describe_stopped(text):
+                raise RankError(stopped)
+            if trouble:
                 raise self._make_start_error(trouble)
             time.sleep(_LOOK_S)
 

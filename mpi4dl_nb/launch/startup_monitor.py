@@ -79,13 +79,6 @@ class StartupMonitor:
         if now_s - self._at_s >= _LOOK_S:
             self._look(now_s)
         self._report_delay(now_s, what)
-        for name, since_s in self._stopped_since_s.items():
-            if now_s - since_s >= self._stopped_s:
-                return (
-                    f"{what}: {name} was stopped by a signal, and has not gone on for {now_s - since_s:.0f} s. The "
-                    "start was given up, and its processes were ended. Find out who stops processes here (kill -STOP, "
-                    "a debugger, a batch system), and start again."
-                )
         # Too little work, or far too much of it. A limit on the time alone would end good starts on a busy machine.
         silent_s, idle_s = now_s - self._since_s, now_s - self._sign_s
         if idle_s > _IDLE_S * compute_load_factor():
@@ -101,16 +94,29 @@ class StartupMonitor:
             )
         return ""
 
+    def describe_stopped(self, what: str) -> str:
+        """Return why no more will come because a process has been stopped for too long; empty if none has."""
+        for name, since_s in self._stopped_since_s.items():
+            if (for_s := self._at_s - since_s) >= self._stopped_s:
+                return (
+                    f"{what}: {name} was stopped by a signal, and has not gone on for {for_s:.0f} s. The start was "
+                    "given up, and its processes were ended. Find out who stops processes here (kill -STOP, a "
+                    "debugger, a batch system), and start again."
+                )
+        return ""
+
     def _look(self, now_s: float) -> None:
         """Look at the processes: what they have done since the last progress, and which are stopped."""
         if (pause_s := now_s - self._at_s) > _PAUSE_S:  # this process was stopped, too, and maybe all of them with it
             self._stopped_since_s.clear()
             self._sign_s += pause_s
-        self._at_s = now_s
+            self._at_s = now_s
+        before_s, self._at_s = self._at_s, now_s
         self._done_s = max(self._done_s, self._measure_work_s())
         if self._done_s - self._done_at_sign_s > _SIGN_S + self._least_share * (now_s - self._sign_s):
             self._sign_s, self._done_at_sign_s = now_s, self._done_s
-        self._stopped_since_s = {each: self._stopped_since_s.get(each, now_s) for each in self._find_stopped()}
+        # A process that is found stopped may have been so since the look before.
+        self._stopped_since_s = {each: self._stopped_since_s.get(each, before_s) for each in self._find_stopped()}
 
     def _report_delay(self, now_s: float, what: str) -> None:
         taken_s = now_s - self._began_s
