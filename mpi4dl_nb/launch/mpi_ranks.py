@@ -245,8 +245,9 @@ class MpiRanks:
             return f"Rank {rank}: {ended} while it started. Of {self._n} processes {children} are left."
         if not self._has_ended() and (nannies := self._processes.find_ended_nannies() or self._lacks_nanny * ["one"]):
             return f"The ranks did not start: of their nannies, {' and '.join(nannies)} has ended."
-        if self._has_ended() and (name := self._name_ended_helper()).startswith(_HELPERS[0]):
-            return f"The controller, through which the notebook talks to the ranks, has ended: {name}."
+        if self._has_ended() and self._name_ended_helper().startswith(_HELPERS[0]):
+            pid = self._launchers[0].pid
+            return f"The controller, through which the notebook talks to the ranks (process {pid}), has ended."
         if self._has_ended():
             return f"The ranks did not start: of {self._n} processes 0 are left. {self._describe_signal()}".rstrip()
         return f"The ranks did not start: of {self._n} processes {children} are left."
@@ -400,7 +401,9 @@ class MpiRanks:
         known = {rank: stalled[began_as] for rank, began_as in enumerate(self._began_as) if began_as in stalled}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
         why = self._processes.describe_stopped_helpers() if unsure else ""
-        return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
+        # All helpers run, but a message has not arrived: ZeroMQ connects again after a cut, and what was sent is lost.
+        cut = f"a connection of {_HELPERS[0]} (process {self._launchers[0].pid}) may have been cut"
+        return {**known, **{rank: replace(still, why=why or still.idle * cut) for rank, still in unsure.items()}}
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
         """Renumber the other ranks, in order, as MPI does when it shrinks a communicator."""

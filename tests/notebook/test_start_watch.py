@@ -60,7 +60,7 @@ def test_a_start_names_the_helper_that_was_killed(monkeypatch, number):
     with pytest.raises(RankError) as caught:
         Cluster(2).start()
     told = (
-        f"has ended: the controller of the ranks (process {hit[0]})",
+        f"The controller, through which the notebook talks to the ranks (process {hit[0]}), has ended.",
         f"mpiexec (process {hit[0]}) has ended by signal 9",
     )
     assert told[number] in str(caught.value)
