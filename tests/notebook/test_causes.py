@@ -16,8 +16,10 @@ import torch
 
 from engines.comm import rank_server
 from engines.comm.rank_server import Failure
+from engines.comm.status_board import RankStatus
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch.supervisor_reports import StalledRank
 from tests.chaos.links import cut_connections
 
 N = 2
@@ -200,6 +202,17 @@ def test_a_connection_of_mpiexec_that_is_cut_is_told_as_what_it_is(cluster):
     with pytest.raises(RankError, match=r"exit code 195 \(its connection to mpiexec, .*, was lost\)"):
         cluster.call(waits)
     assert cluster.heal().call(lambda host: host.world.rank) == [0, 1]
+
+
+@over_mpi
+def test_where_all_helpers_run_a_message_that_has_not_arrived_may_have_been_cut(cluster, monkeypatch):
+    ranks = cluster._ranks
+    now_s = time.monotonic()
+    stalled = {0: StalledRank(RankStatus("", now_s)), 1: StalledRank(RankStatus("halo", now_s, waits=True))}
+    monkeypatch.setattr(ranks._reports, "find_stalled_ranks", lambda is_cut_off: stalled)
+    pid = ranks._launchers[0].pid
+    told = f"a connection of the controller of the ranks (process {pid}) may have been cut"
+    assert {rank: still.why for rank, still in ranks.find_stalled_ranks().items()} == {0: told, 1: ""}
 
 
 def test_parts_that_are_lost_are_said(monkeypatch):
