@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +36,16 @@ EVERY = 2  # steps between two checkpoints
 GONE_S = 10.0
 _ROUND_S, _END_S, _CUT_S = 240, 5.0, 1.0
 _NAMES = {"controller": ("controller",), "mpiexec": ("mpiexec",)}
+
+
+def _get_names(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the names of the clusters that are this process's: others on this machine have theirs."""
+    mine, found = set(psutil.Process().children(recursive=True)), set()
+    for process in processes:
+        with suppress(psutil.Error):
+            if process in mine:
+                found.add(process.environ()[MARK])
+    return found
 
 
 @dataclass
@@ -222,7 +232,7 @@ class Trial:
         def wait_and_strike() -> None:
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
-                for name in {process.environ()[MARK] for process in family() if process.pid not in before}:
+                for name in _get_names(process for process in family() if process.pid not in before):
                     if (now := aimed(fault, name)).pids and not before.intersection(now.pids):
                         time.sleep(2 * fault.delay_s)
                         strike(now)
