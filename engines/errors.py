@@ -208,6 +208,27 @@ def make_absolute(path: str | PathLike[str]) -> Path:
     return Path(path) if is_deleted() else Path(path).absolute()
 
 
+_LONGEST = 10_000  # characters of an exception's text
+
+
+def get_message(error: BaseException) -> str:
+    """Return the text of an exception, cut if it is long; if its text cannot be made, the reason for that.
+
+    >>> class Mute(Exception):
+    ...     def __str__(self):
+    ...         return self.text
+    >>> get_message(Mute())
+    '(it has no text: its __str__ raised AttributeError)'
+    >>> get_message(ValueError("x" * 30_000_000))[-29:]
+    'x ... (30,000,000 characters)'
+    """
+    try:
+        text = str(error)
+    except BaseException as failure:  # the code is the user's: it may raise anything, and must not hide the error
+        return f"(it has no text: its __str__ raised {type(failure).__name__})"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text):,} characters)"
+
+
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and those that led to it, the latest first, each once: `raise error from error` is a circle.
 

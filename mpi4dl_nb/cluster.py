@@ -36,11 +36,8 @@ def get_public_names(thing: object) -> list[str]:
     return sorted(name for name in object.__dir__(thing) if not name.startswith("_"))
 
 
-_BACKENDS: dict[str, Callable[[int], Ranks]] = {
-    "mpi": MpiRanks,
-    "loopback": LoopbackRanks,
-    "in_turn": SingleThreadRanks,
-}
+_THREADS: dict[str, Callable[[int], Ranks]] = {"loopback": LoopbackRanks, "in_turn": SingleThreadRanks}
+_BACKENDS = ("mpi", *_THREADS)
 _DESCRIPTIONS = {
     "mpi": "mpi: one process per rank",
     "loopback": "loopback: one thread of this process per rank",
@@ -62,6 +59,7 @@ class Cluster:
 
     If ranks wait for a rank that makes no progress for `hang_after_s` seconds, they are released, and that rank is
     ended (None: they wait for ever). While no rank waits for another, work may take any time: the stop button ends it.
+    A start fails if one of its processes was stopped by a signal for 10 seconds, or `hang_after_s` if that is less.
 
     `hosts` are reached by ssh, without a password: `["node1", "node2:3"]`, with or without slots, a dict of slots by
     name, or a hostfile. Inside a Slurm or PBS job they default to the hosts of the job. All hosts need this Python in
@@ -128,7 +126,9 @@ class Cluster:
         return self
 
     def _launch(self) -> Ranks:
-        return MpiRanks(self.n, self.hosts) if self.hosts else _BACKENDS[self.backend](self.n)
+        if self.backend == "mpi":
+            return MpiRanks(self.n, self.hosts, self.hang_after_s)
+        return _THREADS[self.backend](self.n)
 
     def stop(self) -> None:
         """End the ranks, also during a call of another thread, which then raises RankError. All their state is lost."""

@@ -265,18 +265,32 @@ class RemoteCall:
                 rank = self.waiting.pop(future)
                 if rank in lost:
                     self._exits[rank] = lost[rank]
-                try:
-                    self.answers[rank] = pickle.loads(future.result(timeout=0))
-                except Exception as error:
-                    # A failure on the rank is in its reply. This one is of the transport, mostly since the rank died.
-                    self._lost_replies.add(rank)
-                    self.answers[rank] = Reply(failure=_DEATH if rank in lost else Failure.of(error))
+                self.answers[rank] = self._read_reply(rank, future)
             if until_failure:
                 self.hang = find_hang(
                     self.waiting.values(), self._ranks.find_stalled_ranks(), self._hang_after_s, self._began_s
                 )
                 if self.waiting and self._is_late():
                     raise CallInterrupted
+
+    def _read_reply(self, rank: int, future: Future[bytes]) -> Reply:
+        try:
+            packed = future.result(timeout=0)
+        except Exception as error:
+            # A failure on the rank is in its reply. This one is of the transport, mostly since the rank died.
+            self._lost_replies.add(rank)
+            return Reply(failure=_DEATH if rank in self._exits else Failure.of(error))
+        try:
+            return pickle.loads(packed)
+        except BaseException as error:
+            # The code is that of the result's class, which may raise anything; only an interrupt is the user's.
+            failure = Failure.of(error)
+            what = f"its result cannot be unpickled in the notebook: {failure.kind}: {failure.message}"
+            unread = Reply(failure=replace(failure, kind=RankError.__name__, message=what, released=False))
+            if isinstance(error, KeyboardInterrupt):
+                self.answers[rank] = unread
+                raise
+            return unread
 
     @property
     def failures(self) -> dict[int, Failure]:

@@ -144,10 +144,13 @@ def port_taken(patch, folder):
     return 2
 
 
-@case(r"(?s)The controller of the ranks has not come up within 2 s", within_s=6)
+@case(
+    r"The controller of the ranks has not come up, and nothing more for [23] s: the processes of the start have done",
+    within_s=6,
+)
 def silent_controller(patch, folder):
-    patch.setattr(mpi_ranks, "_CONTROLLER_S", 2.0)
-    patch.setattr(mpi_ranks, "compute_load_factor", lambda: 1.0)
+    patch.setattr(startup_monitor, "_IDLE_S", 2.0)
+    patch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
     text = f"import sys, time\nif sys.orig_argv[2:3] == [{mpi_ranks.CONTROLLER_PROGRAM!r}]: time.sleep(60)\n"
     return package(patch, folder, sitecustomize=text)
 
@@ -177,7 +180,7 @@ def unwritable_tmp(patch, folder):
     return 2
 
 
-@case(r"(?s)of 2 processes [01] are left\. The Python of the ranks has no nonesuch\..*in rank 1", within_s=20)
+@case(r"(?si)of 2 processes [01] are left\. The Python of the ranks has no nonesuch\..*in rank 1", within_s=20)
 def a_rank_ends_while_it_starts(patch, folder):
     text = (
         "import os, sys\n"
@@ -188,7 +191,10 @@ def a_rank_ends_while_it_starts(patch, folder):
     return package(patch, folder, sitecustomize=text)
 
 
-@case(r"Of 2 ranks only 0 have reported, and no other for \d+ s: their processes have done nothing for", within_s=10)
+@case(
+    r"Of 2 ranks only 0 have reported, and nothing more for \d+ s: the processes of the start have done nothing",
+    within_s=10,
+)
 def silent_mpiexec(patch, folder):
     patch.setattr(startup_monitor, "_IDLE_S", 2.0)
     patch.setattr(startup_monitor, "_SAY_S", 1.0)

@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -26,7 +27,7 @@ from engines.comm.notebook_imports import NotebookImports, make_import_error, pa
 from engines.comm.output import LineBuffer, OutputLine, RankStream
 from engines.comm.status_board import StatusBoard, report_working
 from engines.comm.world import World
-from engines.errors import ReleasedError, iterate_causes
+from engines.errors import Mpi4dlError, RankError, ReleasedError, get_message, iterate_causes
 
 if TYPE_CHECKING:
     from engines.train.debug_step import RankStepper
@@ -37,6 +38,8 @@ SPOKEN = "\x1espoken "
 """The prefix of a line that carries a line of a rank's output; the rest is JSON."""
 
 _OURS = Path(__file__).parents[1]
+
+_MOST_LINKS = 30  # exceptions of a chain that are told
 
 _AGAIN_S = 0.01  # until an interrupt that came during a `__del__` is tried again
 
@@ -57,6 +60,7 @@ class RankServer:
         self.predictions: dict[str, Any] = {}
         self.calibration: Any = None
         self.walk: RankStepper | None = None
+        self.parcel: bytearray | None = None
 
     def abort_debug_step(self) -> None:
         """Abort the debug step, if any: its pending messages must not match those of other work. Collective."""
@@ -98,23 +102,31 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, where: object = "") -> Failure:
-        """Make the failure from an exception, without the exception itself: the notebook may not know its type."""
-        chain = list(iterate_causes(error))
-        # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
-        links = tuple((f"{type(each).__name__}: {each}", tuple(_select_frames(each))) for each in reversed(chain))
-        # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
-        released = any(
-            isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(str(each)) for each in chain
-        )
-        return cls(type(error).__name__, str(error), released, links, str(where or ""))
+        """Make the failure from an exception, without the exception itself: the notebook may not know its type.
+
+        Long texts are cut, and of a long chain of exceptions the oldest ones are left out.
+        """
+        kind, message = type(error).__name__, get_message(error)
+        try:
+            chain = list(islice(iterate_causes(error), _MOST_LINKS))
+            # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
+            texts = [get_message(each) for each in chain]
+            links = tuple(
+                (f"{type(each).__name__}: {text}", tuple(_select_frames(each)))
+                for each, text in zip(reversed(chain), reversed(texts), strict=True)
+            )
+            # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
+            released = any(
+                isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(text)
+                for each, text in zip(chain, texts, strict=True)
+            )
+        except Exception:  # the user's exception has a cause or a file name of which Python makes no traceback
+            return cls(kind, message, isinstance(error, KeyboardInterrupt), ((f"{kind}: {message}", ()),))
+        return cls(kind, message, released, links, str(where or ""))
 
     def format_traceback(self) -> str:
         """Format the traceback as Python does. Only the notebook can: it alone has the source of its cells."""
-        parts = (
-            "".join(traceback.format_list([traceback.FrameSummary(*f) for f in frames])) + title
-            for title, frames in self.links
-        )
-        return "\n\nwhich led to\n\n".join(parts)
+        return "\n\nwhich led to\n\n".join(_format_frames(frames) + title for title, frames in self.links)
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,14 @@ class Reply:
     value: Any = None
     failure: Failure | None = None
     lines: int = 0
+
+
+def _format_frames(frames: Sequence[tuple[str, int, str]]) -> str:
+    found = [traceback.FrameSummary(*frame, lookup_line=False) for frame in frames]
+    try:
+        return "".join(traceback.format_list(found))
+    except Exception:  # a file name that is none: Python looks for the lines of source there
+        return "".join(f"  File {file!r}, line {line}, in {name}\n" for file, line, name in frames)
 
 
 def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
@@ -136,7 +156,7 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
             yield frame.filename, frame.lineno or 0, frame.name
 
 
-def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
+def execute(host: RankServer, common: bytes | bytearray, own: bytes, followed: NotebookImports | None = None) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
 
     If the function fails, its communicator is revoked first, so that no other rank waits for this one. A debug step is
@@ -153,6 +173,11 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
                 (function, args), own_args = cloudpickle.loads(common), cloudpickle.loads(own)
             except ImportError as error:
                 raise make_import_error(error) from error
+            except Mpi4dlError:
+                raise
+            except Exception as error:
+                what = f"{type(error).__name__}: {get_message(error)}"
+                raise RankError(f"what it was sent cannot be unpickled: {what}") from error
             host.board.report(getattr(function, "__qualname__", repr(function)).encode())
             # A debug step is stopped between two instructions, with messages under way: other work must not meet them.
             if not getattr(function, "allow_during_step", False):
@@ -240,6 +265,35 @@ def join() -> tuple[int, int, int]:
     return world.rank, world.size, os.getpid()
 
 
+# A call whose arguments are large comes in parts, each of which is one message:
+#
+#     receive_part   receive_part   ...   run(None, ...)
+#
+# Each part that arrives changes the rank's status. So the time of sending is no hang, whatever the size and the link,
+# but a link that sends nothing any more is one.
+def receive_part(part: bytes, begin: int, total_bytes: int) -> None:
+    """Keep a part of the next call, which begins at the byte `begin` of `total_bytes`."""
+    host = _get_server()
+    host.board.report(f"the arrival of its work ({begin + len(part):,} of {total_bytes:,} bytes)".encode())
+    if begin == 0:
+        host.parcel = bytearray()
+    if host.parcel is None or len(host.parcel) != begin:  # one before this was lost: this call will say so
+        host.parcel = None
+    else:
+        host.parcel += part
+    host.board.report_waiting(True)
+
+
+def _take_parcel(host: RankServer, total_bytes: int) -> bytearray:
+    parcel, host.parcel = host.parcel, None
+    if parcel is None or len(parcel) != total_bytes:
+        raise RankError(
+            f"of the {total_bytes:,} bytes of its work {len(parcel or b''):,} have arrived: the connection was cut, or "
+            "its memory is full. Call again."
+        )
+    return parcel
+
+
 def _is_in_finaliser(frame: FrameType | None) -> bool:
     """Return whether a frame belongs to a `__del__`: Python prints an exception there and goes on."""
     while frame and frame.f_code.co_name != "__del__":
@@ -247,8 +301,11 @@ def _is_in_finaliser(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
-    """Call `execute` on this MPI process; the first SIGINT interrupts it."""
+def run(common: bytes | int, own: bytes, followed: NotebookImports) -> bytes:
+    """Call `execute` on this MPI process; the first SIGINT interrupts it.
+
+    Instead of `common` it may get the length of the parts that have arrived before.
+    """
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
     torch.set_grad_enabled(True)  # an interrupt on entry to or exit from `no_grad` can leave gradients disabled
@@ -267,7 +324,9 @@ def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
 
     signal.signal(signal.SIGINT, interrupt_once)
     try:
-        return execute(host, common, own, followed)
+        return execute(host, _take_parcel(host, common) if isinstance(common, int) else common, own, followed)
+    except RankError as error:  # parts that have not arrived
+        return _revoke_and_reply(host, error, before)
     except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
         return _revoke_and_reply(host, error, before)
     finally:

@@ -22,22 +22,21 @@ from engines.comm import rank_server, start, supervisor
 from engines.comm.output import OutputLine
 from engines.errors import RankError
 from mpi4dl_nb.launch.closed_ports import close_ports
+from mpi4dl_nb.launch.cluster_processes import ClusterProcesses
 from mpi4dl_nb.launch.hosts import Hosts
 from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.multi_host import MultiHost
-from mpi4dl_nb.launch.process_output import CaptureMixin, RankOutput, run_in_loop
+from mpi4dl_nb.launch.process_output import CaptureMixin, RankOutput, begin_in_thread, run_in_loop
 from mpi4dl_nb.launch.reaper_process import Reaper, remove_paths
 from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_clusters
 from mpi4dl_nb.launch.startup_monitor import (
     StartupMonitor,
     check_cluster,
-    compute_load_factor,
     describe_network_settings,
     find_startup_cause,
     format_excerpt,
-    measure_work_s,
 )
-from mpi4dl_nb.launch.supervisor_reports import LocalProcesses, RankExit, StalledRank, SupervisorReports
+from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank, SupervisorReports
 from mpi4dl_nb.user_modules import UserModules
 
 CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
@@ -46,7 +45,10 @@ CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
 # The controller runs no code of the user's: it has nothing from the working folder, and no warning of it is an error.
 _ALONE = {start.SAFE: "1", "PYTHONWARNINGS": "ignore"}
 
-_LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
+_LOOK_S, _EXPLAIN_S, _STOP_S = 0.1, 0.5, 30.0
+_CONNECT_S = 300.0  # more than any limit of a start: the start is watched, and given up by these limits
+_PART_BYTES, _MOST_PARTS = 4 << 20, 400  # ZeroMQ drops messages of a queue of more than 1,000
+_NANNY_FAILED = b"RuntimeError: nanny failed"  # the words of an engine, which then computes for ever
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in start order
 
 # Curve: a client without the key, which is in a file that only this user can read, cannot even connect. HMAC would sign
@@ -114,9 +116,12 @@ def _make_refusal(n: int, error: BaseException) -> RankError:
 
 
 class MpiRanks:
-    """ipyparallel engines, one per MPI process, in the order of their MPI ranks."""
+    """ipyparallel engines, one per MPI process, in the order of their MPI ranks.
 
-    def __init__(self, n: int, hosts: Hosts | None = None) -> None:
+    A process that was stopped may stay so for `stopped_s` seconds of the start, and for 10 at most.
+    """
+
+    def __init__(self, n: int, hosts: Hosts | None = None, stopped_s: float | None = None) -> None:
         self._n = n
         check_cluster(n)
         remove_stale_clusters()
@@ -133,7 +138,9 @@ class MpiRanks:
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
         self._reports = SupervisorReports(self._reaper.get_ended_pids)
-        self._processes = LocalProcesses({}, [])
+        self._processes, self._lacks_nanny = ClusterProcesses(), False
+        watched = self._processes.measure_work_s, self._find_stopped
+        self._starting = StartupMonitor(n, *watched, stopped_s)
         self._ended_with_helper: dict[int, RankExit] = {}
         self._unexplained: set[int] = set()
         self._modules = UserModules()
@@ -171,10 +178,12 @@ class MpiRanks:
         )
         run_in_loop(cluster.start_controller(environment={**environment, **_ALONE}))
         self._register(cluster.controller)
-        self._wait_for_controller(cluster.controller)
+        files = cluster.controller.connection_files.values()
+        self._wait(lambda: all(map(os.path.exists, files)), "The controller of the ranks has not come up")
         # Connect before there are ranks: if mpiexec fails to start them, the reaper ends the controller too.
-        asked = cluster.connect_client(timeout=_CONTROLLER_S * compute_load_factor(), ipython_dir=str(self._place.home))
-        self._client = run_in_loop(asked)
+        asked = begin_in_thread(cluster.connect_client(timeout=_CONNECT_S, ipython_dir=str(self._place.home)))
+        self._wait(asked.done, "The controller of the ranks does not answer the notebook")
+        self._client = asked.result()
         if far:
             info = run_in_loop(cluster.controller.get_connection_info())["engine"]
             keys = cluster.controller.connection_files["engine"]
@@ -185,62 +194,97 @@ class MpiRanks:
                 home=str(self._place.home),
                 across=far,
                 environment=environment,
-                on_line=self._reports.parse_line,
+                on_line=self._parse_line,
             )
         )
         self._register(cluster.engine_set)
-        self._starting = StartupMonitor(self._n, lambda: measure_work_s(cluster.engine_set.process))
         self._wait_for_ranks(lambda: len(self._client.ids), "have reported")
         self._order_by_rank()
         if not far:
             close_ports(cluster.engine_set.process)
         self._starting.finish()
 
+    def _parse_line(self, line: bytes) -> None:
+        """Parse a line of mpiexec's output."""
+        self._lacks_nanny |= _NANNY_FAILED in line
+        self._reports.parse_line(line)
+
     def _register(self, launcher: Any) -> None:
+        self._processes.add_helper(_HELPERS[len(self._launchers)], launcher.pid)
         self._launchers.append(launcher)
         self._reaper.add_process(launcher.pid)
         PidFile.of(self._place, *(each.pid for each in self._launchers)).write()
 
-    def _wait_for_controller(self, launcher: Any) -> None:
-        """Wait for the controller's connection files. Raises RankError if it ends before, or takes too long."""
-        within_s = _CONTROLLER_S * compute_load_factor()
-        deadline = time.monotonic() + within_s
-        while not all(map(os.path.exists, launcher.connection_files.values())):
-            if launcher.poll() is not None:
-                raise self._make_start_error(
-                    "The controller, through which the notebook talks to the ranks, has ended."
-                )
-            if time.monotonic() > deadline:
-                raise self._make_start_error(f"The controller of the ranks has not come up within {within_s:.0f} s.")
+    # The one wait of a start: every phase notices a process that has ended, was stopped, or does nothing.
+    def _wait(self, count: Callable[[], int], what: str | Callable[[int], str], of: int = 1) -> None:
+        """Wait until `count()` is `of`; `what` says what is missing. Raises RankError if it will not come."""
+        most = 0
+        self._starting.begin_phase()
+        while (now := count()) < of:
+            most = max(most, children := self._count_children())
+            if self._has_ended() or children < most or self._lacks_nanny or self._processes.find_ended_nannies():
+                raise self._make_start_error(self._describe_end(children))
+            text = what if isinstance(what, str) else what(now)
+            trouble = self._starting.update(now, text)
+            if stopped := self._starting.describe_stopped(text):
+                raise RankError(stopped)
+            if trouble:
+                raise self._make_start_error(trouble)
             time.sleep(_LOOK_S)
 
     def _wait_for_ranks(self, count: Callable[[], int], what: str) -> None:
-        """Wait until `count()` is n. Raises RankError if processes end, or if no further ranks appear."""
-        most = 0
-        self._starting.begin_phase()
-        while (now := count()) < self._n:
-            alive = -1  # the children of mpiexec; -1 if it or the controller has ended
-            if not self._has_ended():
-                with suppress(psutil.NoSuchProcess):  # mpiexec has just ended
-                    alive = len(self._launchers[-1].process.children())
-            if alive < most:
-                raise self._make_start_error(
-                    f"The ranks did not start: of {self._n} processes {max(0, alive)} are left."
-                )
-            most = max(most, alive)
-            if trouble := self._starting.update(now, what):
-                raise self._make_start_error(trouble)
-            time.sleep(_LOOK_S)
+        self._wait(count, lambda now: f"Of {self._n} ranks only {now} {what}", self._n)
+
+    def _count_children(self) -> int:
+        """Return the number of processes that mpiexec has started on this host and that are alive."""
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            return len(self._launchers[-1].process.children()) if len(self._launchers) == len(_HELPERS) else 0
+        return 0
 
     def _has_ended(self) -> bool:
         """Return whether mpiexec or the controller has ended: the reaper then ends the other processes too."""
         return any(launcher.poll() is not None for launcher in self._launchers)
 
+    def _find_stopped(self) -> list[str]:
+        """Return the stopped processes of this host, and the ranks that supervisors of other hosts report so."""
+        here = [f"{name} (process {pid})" for name, pid in self._processes.find_stopped()]
+        reported = self._reports.find_stalled_ranks().items() if self._across else ()
+        return here + [f"rank {rank}" for rank, still in reported if still.stopped]
+
+    def _describe_end(self, children: int) -> str:
+        """Describe which process ended a start, of which there are `children` ranks left."""
+        deadline_s = time.monotonic() + _EXPLAIN_S
+        while not self._reports.ended and not self._has_ended() and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        if self._reports.ended and not self._reaper.get_ended_pids():
+            rank, ended = next(iter(self._reports.ended.items()))
+            return f"Rank {rank}: {ended} while it started. Of {self._n} processes {children} are left."
+        if not self._has_ended() and (nannies := self._processes.find_ended_nannies() or self._lacks_nanny * ["one"]):
+            return f"The ranks did not start: of their nannies, {' and '.join(nannies)} has ended."
+        if self._has_ended() and self._name_ended_helper().startswith(_HELPERS[0]):
+            pid = self._launchers[0].pid
+            return f"The controller, through which the notebook talks to the ranks (process {pid}), has ended."
+        if self._has_ended():
+            return f"The ranks did not start: of {self._n} processes 0 are left. {self._describe_signal()}".rstrip()
+        return f"The ranks did not start: of {self._n} processes {children} are left."
+
+    def _describe_signal(self) -> str:
+        """Say that a signal has ended mpiexec, if so: otherwise its output says why it has ended."""
+        launcher = self._launchers[-1]
+        if isinstance(code := launcher.poll(), int) and code < 0:
+            return f"mpiexec (process {launcher.pid}) has ended by signal {-code}."
+        return ""
+
+    def _name_ended_helper(self) -> str:
+        """Name the helper that ended first: the reaper, which may have ended the other one since, knows the order."""
+        first = self._reaper.get_ended_pids()
+        gone = [each for each in zip(_HELPERS, self._launchers, strict=False) if each[1].poll() is not None]
+        name, launcher = min(gone, key=lambda each: each[1].pid not in first)
+        return f"{name} (process {launcher.pid})"
+
     def _make_start_error(self, what: str) -> RankError:
         """Build an error with its cause, if known, and the output of the process that was started last."""
-        output = "\n".join(
-            line for line in self._launchers[-1].get_output().splitlines() if supervisor.MARK not in line
-        )
+        output = "\n".join(line for line in self._launchers[-1].get_output().split("\n") if supervisor.MARK not in line)
         why = [what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)]
         return RankError(" ".join(filter(None, why)))
 
@@ -264,9 +308,7 @@ class MpiRanks:
         self._began_as = list(range(self._n))  # ranks as MPI started, which supervisors keep using
         self._views = [views[number] for number in self._ids]
         self._outputs = [RankOutput() for _ in self._ids]
-        helpers = dict(zip(_HELPERS, (launcher.pid for launcher in self._launchers), strict=True))
-        here = [] if self._across else [places[number][2] for number in self._ids]
-        self._processes = LocalProcesses(helpers, here)
+        self._processes.set_ranks([] if self._across else [places[number][2] for number in self._ids])
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """Pickle values. Modules that the ranks would have in another version than the notebook are sent by value."""
@@ -284,13 +326,22 @@ class MpiRanks:
             view = self._views[rank]
             for numbers in (self._client.history, view.history, view.outstanding):
                 numbers.clear()  # earlier messages, all of which ipyparallel would keep
-            asked = view.apply_async(rank_server.run, common, own, self._follow)
+            asked = view.apply_async(rank_server.run, self._send_parts(view, common), own, self._follow)
             self._outputs[rank].add_call(self._client.metadata, asked.msg_ids[0])
             return asked
         except IndexError as error:  # the engine is gone, and its id with it
             gone: Future[bytes] = Future()
             gone.set_exception(error)
             return gone
+
+    def _send_parts(self, view: ipyparallel.DirectView, common: bytes) -> bytes | int:
+        """Send what is large in parts, before the call itself, and return what the call needs to find it."""
+        if len(common) <= _PART_BYTES:
+            return common
+        step = max(_PART_BYTES, len(common) // _MOST_PARTS)
+        for begin in range(0, len(common), step):
+            view.apply_async(rank_server.receive_part, common[begin : begin + step], begin, len(common))
+        return len(common)
 
     def interrupt(self) -> None:
         """Send SIGINT to each engine, and return once they have it, so that it cannot hit the next call."""
@@ -345,11 +396,7 @@ class MpiRanks:
             if self._launchers[-1].poll() is not None:  # while mpiexec runs, its output is read at once
                 self._launchers[-1].get_output()  # read the supervisors' earlier reports first
             ended |= self._reports.ended
-            # Name the helper that ended first: the reaper, which may have ended the other one since, knows the order.
-            first = self._reaper.get_ended_pids()
-            gone = [each for each in zip(_HELPERS, self._launchers, strict=True) if each[1].poll() is not None]
-            name, launcher = min(gone, key=lambda each: each[1].pid not in first)
-            with_helper = RankExit(None, helper=f"{name} (process {launcher.pid})")
+            with_helper = RankExit(None, helper=self._name_ended_helper())
             self._ended_with_helper = {rank: ended.get(rank, with_helper) for rank in self._began_as}
         ended |= self._ended_with_helper
         found = {
@@ -371,7 +418,9 @@ class MpiRanks:
         known = {rank: stalled[began_as] for rank, began_as in enumerate(self._began_as) if began_as in stalled}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
         why = self._processes.describe_stopped_helpers() if unsure else ""
-        return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
+        # All helpers run, but a message has not arrived: ZeroMQ connects again after a cut, and what was sent is lost.
+        cut = f"a connection of {_HELPERS[0]} (process {self._launchers[0].pid}) may have been cut"
+        return {**known, **{rank: replace(still, why=why or still.idle * cut) for rank, still in unsure.items()}}
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
         """Renumber the other ranks, in order, as MPI does when it shrinks a communicator."""

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from itertools import groupby
@@ -104,6 +105,20 @@ def run_in_loop(work: Coroutine[Any, Any, Any]) -> Any:
     except KeyboardInterrupt:
         future.cancel()
         raise
+
+
+def begin_in_thread(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Run a coroutine in a thread of its own: one that blocks, and may be abandoned, must not block the loop."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(asyncio.run(work))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="mpi4dl_nb connecting", daemon=True).start()
+    return future
 
 
 # Output of the ranks: the client keeps that of each call, and it is printed with the rank before each line.

@@ -245,6 +245,17 @@ class Reaper:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
+    def _wait(self, within_s: float) -> int:
+        """Wait for the reaper process, which is continued if it is stopped meanwhile, and return its exit code."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            self._process.send_signal(signal.SIGCONT)
+            try:
+                return self._process.wait(_CHECK_S)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline_s:
+                    raise
+
     @property
     def pid(self) -> int:
         """The pid of the current reaper process."""
@@ -267,8 +278,7 @@ class Reaper:
         with self._lock:
             self._released = True
         self._close()
-        self._process.send_signal(signal.SIGCONT)  # in case it was stopped
-        while self._process.wait(within_s) < 0:  # killed by a signal, possibly half-way: a replacement finishes
+        while self._wait(within_s) < 0:  # killed by a signal, possibly half-way: a replacement finishes
             self._replace()
             self._close()
         self._read_ended()

@@ -1,7 +1,7 @@
-"""Limits on the start of ranks, based on observed progress, and messages if the start is slow.
+"""The watch over a start: what it waits for, its limits, and messages if the start is slow.
 
-A start is abandoned if no work is done for it any more, or far more work than a start needs. On a busy machine a start
-is slow: this is reported, and waited for.
+A start is abandoned if a process that it needs was stopped, if no work is done for it any more, or far more work than a
+start needs. On a busy machine a start is slow: this is reported, and waited for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
@@ -21,57 +20,105 @@ from engines.comm.device import count_cores
 from engines.errors import RankError, is_deleted
 
 _IDLE_S = 45.0  # limit without a new rank and without work for it; scaled by the load per core
-_SAY_S, _LOOK_S = 15.0, 1.0  # first message after this time; then each time the total has doubled
+_STOPPED_S = 10.0  # limit for a process that a signal has stopped, as it will not go on by itself
+_SAY_S, _LOOK_S, _PAUSE_S = 15.0, 0.5, 3.0  # first message after this time; then each time the total has doubled
 _WORK_S = 3.0  # default processor time of a rank's start, most of it for imports
 _TIMES = 20.0  # above this multiple of it, the start is abandoned
-_SIGN_S = 0.05  # processor time that counts as progress
+# Processor time that counts as progress. Processes that wait for each other take some, too: measured are 0.5 % of a
+# core for each rank, with its supervisor and its nanny. A start takes whatever the other programs leave.
+_SIGN_S, _WAITING_SHARE, _MOST_SHARE = 0.05, 0.015, 0.25
 _CONNECT_S = 5.0
 
 
 class StartupMonitor:
-    """Monitors the start of `n` ranks. `work` returns the processor time spent on it, in seconds."""
+    """Watches the start of `n` ranks, from the controller's first moment to the last rank's.
+
+    `measure_work_s` returns the processor time spent on it, in seconds, and `find_stopped` names its processes
+    that a signal has stopped. Such a process may stay stopped for `stopped_s` seconds.
+    """
 
     usual_s = _WORK_S
     """Processor time of a rank's start, in seconds, as measured in the last start of this process."""
 
-    def __init__(self, n: int, work: Callable[[], float]) -> None:
-        self.n, self._work = n, work
+    def __init__(
+        self,
+        n: int,
+        measure_work_s: Callable[[], float],
+        find_stopped: Callable[[], Sequence[str]] = tuple,
+        stopped_s: float | None = None,
+    ) -> None:
+        self.n, self._measure_work_s, self._find_stopped = n, measure_work_s, find_stopped
+        self._stopped_s = min(stopped_s or _STOPPED_S, _STOPPED_S)
         self._began_s = self._at_s = time.monotonic()
         self._count, self._since_s = 0, self._began_s
-        self._done_s = self._done_before_s = 0.0
+        self._done_s = self._done_before_s = self._done_at_sign_s = 0.0
         self._sign_s, self._say_s = self._began_s, _SAY_S
+        self._stopped_since_s: dict[str, float] = {}
+        self._least_share = min(_WAITING_SHARE * n, _MOST_SHARE * count_cores())
 
-    # A start has two phases, in each of which all ranks must turn up: as engines that have registered, which takes most
-    # of the processor time, for imports; then in MPI, after its collective initialisation.
+    # A start has phases, in each of which something must turn up: the controller's files; its first answer; all ranks
+    # as engines that have registered, which takes most of the processor time, for imports; then all ranks in MPI, after
+    # its collective initialisation.
     def begin_phase(self) -> None:
-        """Start counting the ranks again from zero."""
-        self._count, self._since_s, self._done_before_s = 0, time.monotonic(), self._done_s
+        """Start counting again from zero."""
+        self._count, self._done_before_s = 0, self._done_s
+        self._note_progress(time.monotonic())
+
+    def _note_progress(self, now_s: float) -> None:
+        self._since_s = self._sign_s = now_s
+        self._done_before_s = self._done_at_sign_s = self._done_s
 
     def update(self, count: int, what: str) -> str:
-        """Record that `count` ranks are there. Return why no more will come, in words, or "" if they may."""
+        """Record that `count` of what is waited for is there. Return why no more will come, or "" if it may.
+
+        `what` says it in words, as in "Of 2 ranks only 1 have reported".
+        """
         now_s = time.monotonic()
         if count > self._count:
-            self._count, self._since_s, self._sign_s, self._done_before_s = count, now_s, now_s, self._done_s
-        # Walking the process tree costs some ms, so it is done once a second, and not in each poll.
+            self._count = count
+            self._note_progress(now_s)
+        # Walking the process tree costs some ms, so it is not done in each poll.
         if now_s - self._at_s >= _LOOK_S:
-            self._at_s, done_s = now_s, self._work()
-            if done_s > self._done_s + _SIGN_S:
-                self._done_s, self._sign_s = done_s, now_s
+            self._look(now_s)
         self._report_delay(now_s, what)
         # Too little work, or far too much of it. A limit on the time alone would end good starts on a busy machine.
         silent_s, idle_s = now_s - self._since_s, now_s - self._sign_s
         if idle_s > _IDLE_S * compute_load_factor():
             return (
-                f"Of {self.n} ranks only {self._count} {what}, and no other for {silent_s:.0f} s: their processes have "
-                f"done nothing for {idle_s:.0f} s."
+                f"{what}, and nothing more for {silent_s:.0f} s: the processes of the start have done nothing for "
+                f"{idle_s:.0f} s."
             )
         done_s = (self._done_s - self._done_before_s) / self.n
         if done_s > _TIMES * self.usual_s:
             return (
-                f"Of {self.n} ranks only {self._count} {what}, and no other for {silent_s:.0f} s, in which each has "
-                f"taken {done_s:.0f} s of a processor: {self.usual_s:.0f} s are usual for a start."
+                f"{what}, and nothing more for {silent_s:.0f} s, in which each has taken {done_s:.0f} s of a "
+                f"processor: {self.usual_s:.0f} s are usual for a start."
             )
         return ""
+
+    def describe_stopped(self, what: str) -> str:
+        """Return why no more will come because a process has been stopped for too long; empty if none has."""
+        for name, since_s in self._stopped_since_s.items():
+            if (for_s := self._at_s - since_s) >= self._stopped_s:
+                return (
+                    f"{what}: {name} was stopped by a signal, and has not gone on for {for_s:.0f} s. The start was "
+                    "given up, and its processes were ended. Find out who stops processes here (kill -STOP, a "
+                    "debugger, a batch system), and start again."
+                )
+        return ""
+
+    def _look(self, now_s: float) -> None:
+        """Look at the processes: what they have done since the last progress, and which are stopped."""
+        if (pause_s := now_s - self._at_s) > _PAUSE_S:  # this process was stopped, too, and maybe all of them with it
+            self._stopped_since_s.clear()
+            self._sign_s += pause_s
+            self._at_s = now_s
+        before_s, self._at_s = self._at_s, now_s
+        self._done_s = max(self._done_s, self._measure_work_s())
+        if self._done_s - self._done_at_sign_s > _SIGN_S + self._least_share * (now_s - self._sign_s):
+            self._sign_s, self._done_at_sign_s = now_s, self._done_s
+        # A process that is found stopped may have been so since the look before.
+        self._stopped_since_s = {each: self._stopped_since_s.get(each, before_s) for each in self._find_stopped()}
 
     def _report_delay(self, now_s: float, what: str) -> None:
         taken_s = now_s - self._began_s
@@ -81,7 +128,7 @@ class StartupMonitor:
         if (idle_s := now_s - self._sign_s) > _SAY_S / 2:
             limit_s = _IDLE_S * compute_load_factor()
             progress = (
-                f"Their processes have done nothing for {idle_s:.0f} s; after {limit_s:.0f} s of that it is given up."
+                f"Its processes have done nothing for {idle_s:.0f} s; after {limit_s:.0f} s of that it is given up."
             )
         else:
             waits = os.getloadavg()[0] / count_cores()
@@ -90,31 +137,22 @@ class StartupMonitor:
             more = f"it may take {left_s:.0f} s more" if left_s > 5 else "it should be there soon"
             progress = f"The ranks have had {self._done_s:.0f} s of a processor by now{others}: {more}."
         print(
-            f"The start takes longer than usual, and goes on: {self._count} of {self.n} ranks {what} after "
-            f"{taken_s:.0f} s. {progress}",
+            f"The start takes longer than usual, and goes on. {what} after {taken_s:.0f} s. {progress}",
             file=sys.stderr,
             flush=True,
         )
 
     def finish(self) -> None:
         """Record this start's processor time as the usual one."""
-        type(self).usual_s = max(1.0, self._work() / self.n)
+        type(self).usual_s = max(1.0, self._measure_work_s() / self.n)
 
 
-def measure_work_s(root: psutil.Process) -> float:
-    """Return the processor time of a local process and all its descendants, in seconds."""
-    total = 0.0
-    with suppress(psutil.Error):
-        for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.Error):
-                used = process.cpu_times()
-                total += used.user + used.system
-    return total
+_MOST_FACTOR = 4.0
 
 
 def compute_load_factor() -> float:
-    """Return the factor by which the load on this machine's cores slows work down, at most 8."""
-    return min(8.0, max(1.0, os.getloadavg()[0] / count_cores()))
+    """Return the factor by which the load on this machine's cores slows work down, at most 4."""
+    return min(_MOST_FACTOR, max(1.0, os.getloadavg()[0] / count_cores()))
 
 
 # Checks before ranks start: an existing working folder, and a sufficient limit of open files.

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-import psutil
-
 from engines.comm.status_board import RankStatus
 from engines.comm.supervisor import MARK
-from mpi4dl_nb.launch.reaper_process import is_running
 
 _STOPPED = "it was stopped by a signal"
 _SILENT_S = 3.0  # supervisors report every second
 _PAUSE_S = 1.0  # normally this is polled many times a second
+# PMIx, through which a rank hears of mpiexec, ends its process with an error code of its own.
+_CODES = {195: " (its connection to mpiexec, or to mpiexec's daemon on its host, was lost)"}
 _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 
 
@@ -43,7 +42,7 @@ class RankExit:
         elif self.code is None:
             how = "has ended"
         elif self.code >= 0:
-            how = f"has left with exit code {self.code}"
+            how = f"has left with exit code {self.code}" + _CODES.get(self.code, "")
         else:
             name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
             why = {"SIGKILL": " (by the system, if memory ran out)", "SIGSEGV": " (a fault in compiled code)"}
@@ -163,57 +162,3 @@ def _parse_status(facts: Mapping[str, Any]) -> RankStatus:
     """Convert a report to this host's clock: clocks of different hosts may differ."""
     since_s = time.monotonic() - facts["for_s"]
     return RankStatus(facts["text"], since_s, facts.get("step", 0), facts.get("waits", False))
-
-
-# The processes of a cluster on this host: signals to its ranks, and detection of stopped helpers.
-
-
-class LocalProcesses:
-    """Processes of a cluster. `helpers` are pids by name of the processes that connect notebook and ranks.
-
-    `ranks` are the pids of the ranks on this host, in order. Each is a child of its supervisor, which is a helper too.
-    """
-
-    def __init__(self, helpers: Mapping[str, int], ranks: Sequence[int]) -> None:
-        self._helpers = {name: psutil.Process(pid) for name, pid in helpers.items()}
-        self._ranks = [psutil.Process(pid) for pid in ranks]
-        self._supervisors = [process.parent() for process in self._ranks]
-        self._sent_kill: set[psutil.Process] = set()
-
-    def send_signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
-        """Send a signal directly to ranks, since a helper might be stopped itself. Ended ranks are skipped."""
-        for rank in ranks:
-            if number == signal.SIGKILL:
-                self._sent_kill.add(self._ranks[rank])
-            with suppress(psutil.Error):
-                self._ranks[rank].send_signal(number)
-
-    # psutil compares a process's start time before it sends a signal, so a pid that is used again is never hit.
-    def find_killed_ranks(self) -> list[int]:
-        """Return the ranks that have ended after a SIGKILL from here: a stopped supervisor does not report it."""
-        return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_running(each)]
-
-    def is_stopped(self, helper: str) -> bool:
-        """Return whether a signal has stopped the helper of that name."""
-        return _is_stopped(self._helpers[helper])
-
-    def describe_stopped_helpers(self) -> str:
-        """Describe which helpers were stopped by a signal; empty if none was."""
-        supervisors = [
-            (f"the supervisor of rank {rank}", process) for rank, process in enumerate(self._supervisors) if process
-        ]
-        return " and ".join(
-            f"{name} (process {process.pid}) was stopped by a signal"
-            for name, process in [*self._helpers.items(), *supervisors]
-            if _is_stopped(process)
-        )
-
-    def keep_ranks(self, ranks: Sequence[int]) -> None:
-        """Keep only these ranks, renumbered in order."""
-        self._ranks, self._supervisors = ([each[rank] for rank in ranks] for each in (self._ranks, self._supervisors))
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.status() == psutil.STATUS_STOPPED
-    return False

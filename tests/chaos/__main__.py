@@ -44,7 +44,7 @@ def summary(verdicts: Sequence[Verdict], left: Sequence[str], seconds: float) ->
     by_limit: dict[str, list[float]] = {"at once": [], "after hang_after_s": []}
     for verdict in verdicts:
         if verdict.told_s is not None and verdict.fault.when not in ("start", "heal"):
-            by_limit["at once" if verdict.limit_s == 1 else "after hang_after_s"].append(verdict.told_s)
+            by_limit["at once" if verdict.limit_s < HANG_AFTER_S else "after hang_after_s"].append(verdict.told_s)
     told = {
         name: {"n": len(found), "median_s": round(statistics.median(found), 3), "worst_s": round(max(found), 3)}
         for name, found in by_limit.items()

@@ -28,6 +28,7 @@ from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
 from mpi4dl_nb.launch.mpi_ranks import CONTROLLER_PROGRAM
 from mpi4dl_nb.launch.reaper_process import MARK
+from tests.chaos.links import cut_connections
 from tests.chaos.training import PLAN, SHAPE
 
 SIGNALS = {
@@ -35,14 +36,22 @@ SIGNALS = {
     "interrupt": signal.SIGINT,
 }  # fmt: skip
 RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files": resource.RLIMIT_NOFILE}
-_EVENTS = {"step": 40, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
+_EVENTS = {  # about as many as there are
+    "step": 40, "save": 12, "load": 8, "calibrate": 40, "reader": 5, "verify": 60, "tune": 40, "predict": 20,
+}  # fmt: skip
 _NUMBERLESS = ("controller", "mpiexec")
 HELPERS = ("controller", "mpiexec", "supervisor", "nanny", "reaper")
 _WORDS = {
     "save": b"save",
     "load": b"load",
     "calibrate": b"run_calibration_part",
+    "verify": b"record_reference",
+    "tune": b"time_step",
+    "predict": b"call_prediction",
 }  # on a rank's board, while it does so
+
+_PHASES = ("calibrate", "verify", "tune", "predict")
+_PAIRS = ("rank+controller", "rank+mpiexec", "supervisor+rank", "controller+mpiexec", "mpiexec+supervisor")
 
 # (kinds, whom, when): all that can be drawn, each combination of a line as likely as any other one of it.
 _LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
@@ -50,9 +59,11 @@ _LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("kill", "stop", "terminate", "raise"), ("ranks",), ("step", "save", "load")),
     (("kill", "stop", "terminate"), HELPERS, ("step", "save", "load")),
     (("kill", "stop", "terminate"), ("rank", "ranks", *HELPERS), ("idle",)),
-    (("kill", "terminate"), ("rank", "controller", "mpiexec", "supervisor", "reaper"), ("heal", "start")),
-    (("kill", "stop", "raise"), ("rank",), ("calibrate",)),
-    (("kill", "stop"), ("controller",), ("calibrate",)),
+    (("kill", "stop", "terminate"), ("rank", *HELPERS), ("heal", "start")),
+    (("kill", "stop", "raise"), ("rank",), _PHASES),
+    (("kill", "stop"), ("controller", "mpiexec", "supervisor", "nanny"), _PHASES),
+    (("cut",), ("rank", "controller", "mpiexec"), ("step", "save", "load", "heal", "start", *_PHASES)),
+    (("kill+kill", "kill+stop", "stop+stop", "cut+kill"), _PAIRS, ("step", "save", "load", "verify", "heal", "start")),
     (("disk", "files"), ("rank", "ranks"), ("save",)),
     (("pipe",), ("rank",), ("step", "save")),
     (("memory",), ("rank", "ranks"), ("step",)),
@@ -83,8 +94,8 @@ class Images(SyntheticImages):
 class Fault:
     """`kind` happens to `whom` in the midst of `when`: as `rank` comes to its event `at` of that, or after `delay_s`.
 
-    `notebook` is the pid of the process that holds the cluster, `pids` are those that a signal is sent to, and the
-    moment is written into the file `note`.
+    `kill+stop` of `rank+controller` are two at once. `notebook` is the pid of the process that holds the cluster,
+    `targets` are the pids that it is sent to, with the kind, and the moment is written into the file `note`.
     """
 
     kind: str
@@ -96,13 +107,24 @@ class Fault:
     note: Path
     others: tuple[int, ...] = ()
     notebook: int = 0
-    pids: tuple[int, ...] = ()
+    targets: tuple[tuple[str, int], ...] = ()
     pause_s: float = 0.0
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """Each kind with whom it befalls: one, or two at once."""
+        return list(zip(self.kind.split("+"), self.whom.split("+"), strict=True))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that it befalls."""
+        return tuple(pid for _, pid in self.targets)
 
     @property
     def hurt(self) -> tuple[int, ...]:
         """The ranks that it befalls, where it befalls ranks."""
-        return (self.rank, *self.others) if self.whom in ("rank", "ranks", "supervisor", "nanny") else ()
+        of_ranks = {"rank", "ranks", "supervisor", "nanny"}.intersection(whom for _, whom in self.parts)
+        return (self.rank, *self.others) if of_ranks else ()
 
     @property
     def is_noted(self) -> bool:
@@ -236,11 +258,15 @@ def strike(fault: Fault) -> None:
     """Have it happen now, to `pids` or to this process."""
     if not fault.is_noted:
         fault.note.write_text(repr(time.time()))
-    if fault.kind in SIGNALS:
-        targets = fault.pids or ([os.getpid()] if fault.whom == "rank" else [])
-        for pid in sorted(targets, key=os.getpid().__eq__):  # this process last, or it would send nothing more
-            with suppress(ProcessLookupError):
-                os.kill(pid, SIGNALS[fault.kind])
+    if {kind for kind, _ in fault.parts} <= {*SIGNALS, "cut"}:
+        targets = fault.targets or ([(fault.kind, os.getpid())] if fault.whom == "rank" else [])
+        # This process last, or it would send nothing more; what cuts must run before what ends.
+        for kind, pid in sorted(targets, key=lambda each: (each[1] == os.getpid(), each[0] != "cut")):
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if kind == "cut":
+                    cut_connections(pid)
+                else:
+                    os.kill(pid, SIGNALS[kind])
     elif fault.kind in RESOURCES:
         for pid in fault.pids:
             _take_away(fault.kind, psutil.Process(pid))
@@ -285,6 +311,11 @@ def aimed(fault: Fault, name: str) -> Fault:
         "reaper": _reapers(fault.notebook, name),
         **{each: found.get(each, []) for each in _NUMBERLESS},
     }
-    role = "rank" if fault.whom == "ranks" else fault.whom
-    pids = known[role] if role in known else [found[role][rank] for rank in ranks if rank < len(found.get(role, ()))]
-    return replace(fault, pids=tuple(pids))
+    targets = []
+    for kind, whom in fault.parts:
+        role = "rank" if whom == "ranks" else whom
+        pids = (
+            known[role] if role in known else [found[role][rank] for rank in ranks if rank < len(found.get(role, ()))]
+        )
+        targets += [(kind, pid) for pid in pids]
+    return replace(fault, targets=tuple(targets))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from engines.errors import Mpi4dlError
+from engines.errors import Mpi4dlError, RankError
 from engines.train.interrupts import StoppedError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK, is_running
+from mpi4dl_nb.plan_benchmark import PlanTrial, run_interleaved
+from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
@@ -32,8 +34,18 @@ HANG_AFTER_S = 3.0
 STEPS = 3  # of a round
 EVERY = 2  # steps between two checkpoints
 GONE_S = 10.0
-_ROUND_S, _END_S = 240, 5.0
+_ROUND_S, _END_S, _CUT_S = 240, 5.0, 1.0
 _NAMES = {"controller": ("controller",), "mpiexec": ("mpiexec",)}
+
+
+def _get_names(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the names of the clusters that are this process's: others on this machine have theirs."""
+    mine, found = set(psutil.Process().children(recursive=True)), set()
+    for process in processes:
+        with suppress(psutil.Error):
+            if process in mine:
+                found.add(process.environ()[MARK])
+    return found
 
 
 @dataclass
@@ -50,12 +62,14 @@ class Verdict:
     @property
     def limit_s(self) -> float:
         """How soon it should be told: at once where a process is gone, later where one only does not go on."""
-        return HANG_AFTER_S + 2 if self.fault.kind in ("stop", "hang", "pipe") else 1.0
+        slow = {"stop", "hang", "pipe", "cut"}.intersection(kind for kind, _ in self.fault.parts)
+        return HANG_AFTER_S + 2 if slow else 1.0 if self.fault.when not in ("start", "heal") else 2.0
 
     @property
     def is_late(self) -> bool:
-        """Whether that was too late. A start has limits of its own, and so has what a fault does to a healing."""
-        return self.told_s is not None and self.told_s > self.limit_s and self.fault.when not in ("start", "heal")
+        """Whether that was too late. What a cut does to a start shows only as a start for which nothing is done."""
+        told = self.told_s is not None and self.told_s > self.limit_s
+        return told and not (self.fault.when in ("start", "heal") and "cut" in self.fault.kind)
 
     def tell(self, text: str, now_s: float) -> None:
         """Something was told, be it of this fault or of what came of it."""
@@ -73,6 +87,7 @@ class Trial:
         self.verdict: Verdict | None = None
         self._names: set[str] = set()
         self._began_to_heal: Callable[[], None] = lambda: None
+        self._tuner = PlanTuner(model(), SHAPE, cluster)
         self._watch(cluster)
         # Ranks import this folder, and all that it needs, here: on a busy machine that takes longer than the limit.
         limit_s, cluster.hang_after_s = cluster.hang_after_s, None
@@ -90,7 +105,10 @@ class Trial:
         self.verdict = verdict = Verdict(fault)
         signal.alarm(_ROUND_S)
         with self._thrown(fault):
-            operation = {"save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate}
+            operation = {
+                "save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate,
+                "verify": self._verify, "tune": self._tune, "predict": self._predict,
+            }  # fmt: skip
             if act := operation.get(fault.when):
                 self._do(act)
             while self.training.steps < target or not self._do(self._look):
@@ -129,6 +147,9 @@ class Trial:
     def _look(self) -> None:
         """What has come of it; a fault may show only now, if a helper takes its time to end."""
         cluster, fault = self.training.cluster, self.verdict.fault
+        if "cut" in fault.kind and fault.is_noted and self.verdict.told_s is None:
+            time.sleep(_CUT_S)  # MPI notices by itself that a rank has lost its connection, and ends the rank then
+            fault.note.write_text(str(time.time()))
         if fault.kind == "terminate" and fault.whom in HELPERS and fault.is_noted and self.verdict.told_s is None:
             with suppress(psutil.NoSuchProcess):
                 asked, deadline = [psutil.Process(pid) for pid in fault.pids], time.monotonic() + _END_S
@@ -158,6 +179,24 @@ class Trial:
 
     def _calibrate(self) -> None:
         self.training.cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
+
+    def _verify(self) -> None:
+        if not self.training.verify()["ok"]:
+            self.verdict.wrong.append("verify says that the ranks are wrong")
+
+    def _predict(self) -> None:
+        with torch.no_grad():
+            found, wanted = (
+                each.predict(torch.ones(SHAPE, dtype=torch.float64)) for each in (self.training, self.reference)
+            )
+        self.verdict.wrong += ["another prediction"] * (not torch.equal(found, wanted))
+
+    def _tune(self) -> None:
+        """Measure a plan, as tuning does with each that it has predicted to be fast."""
+        trial = PlanTrial(self.training.cluster, lambda: self._tuner.make_recipe(PLAN))
+        run_interleaved([trial], steps=2)
+        if trial.failure:
+            raise RankError(trial.failure)
 
     # ---- how it is made to happen
 
@@ -193,7 +232,7 @@ class Trial:
         def wait_and_strike() -> None:
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
-                for name in {process.environ()[MARK] for process in family() if process.pid not in before}:
+                for name in _get_names(process for process in family() if process.pid not in before):
                     if (now := aimed(fault, name)).pids and not before.intersection(now.pids):
                         time.sleep(2 * fault.delay_s)
                         strike(now)
@@ -229,7 +268,8 @@ class Trial:
         self.heard.healed.clear()
         told = " ".join(filter(None, verdict.texts))
         if verdict.told_s is not None and fault.when not in ("start", "heal"):
-            wanted = _NAMES.get(fault.whom) or [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
+            wanted = [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
+            wanted += [name for _, whom in fault.parts for name in _NAMES.get(whom, ())]
             if fault.whom not in ("reaper", "notebook") and not any(word in told for word in wanted):
                 verdict.wrong.append(f"told of others: {told}")
         if not fault.is_noted and told and fault.when != "heal":

@@ -264,10 +264,12 @@ def test_a_slow_start_says_what_it_does_and_goes_on(clock, capsys):
     for _ in range(120):
         clock.now_s += 1
         work_s += 0.1
-        assert start.update(0, "have joined") == ""
+        assert start.update(0, "Of 5 ranks only 0 have joined") == ""
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 4  # after 15, 30, 60 and 120 s
-    assert said[0].startswith("The start takes longer than usual, and goes on: 0 of 5 ranks have joined after 15 s.")
+    assert said[0].startswith(
+        "The start takes longer than usual, and goes on. Of 5 ranks only 0 have joined after 15 s."
+    )
     # 1.5 of 20 s are done in 15 s: the other 18.5 s take ten times as many.
     assert said[0].endswith("2 s of a processor by now, and 4.0 programs wait for each core: it may take 185 s more.")
 
@@ -277,10 +279,11 @@ def test_a_start_for_which_nothing_is_done_is_given_up(clock):
     trouble = ""
     while not trouble:
         clock.now_s += 1
-        trouble = start.update(int(clock.now_s > 1020), "have reported")
+        trouble = start.update(int(clock.now_s > 1020), f"Of 2 ranks only {int(clock.now_s > 1020)} have reported")
     assert clock.now_s == 1067  # 45 s after the last rank has come, and not a second sooner
     assert trouble == (
-        "Of 2 ranks only 1 have reported, and no other for 46 s: their processes have done nothing for 46 s."
+        "Of 2 ranks only 1 have reported, and nothing more for 46 s: the processes of the start have done nothing for "
+        "46 s."
     )
 
 
@@ -289,6 +292,6 @@ def test_ranks_that_work_and_never_come_are_given_up(clock):
     trouble = ""
     while not trouble:
         clock.now_s += 1
-        trouble = start.update(0, "have joined")
+        trouble = start.update(0, "Of 2 ranks only 0 have joined")
     assert clock.now_s == 1081  # 20 times the 4 s of a processor that a rank's start takes
     assert "in which each has taken 81 s of a processor: 4 s are usual" in trouble

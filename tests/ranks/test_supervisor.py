@@ -212,12 +212,16 @@ def test_what_came_after_nobody_had_asked_for_long_is_no_older_than_that(monkeyp
     assert found[1].for_s == pytest.approx(3.5)
 
 
+LOST = " (its connection to mpiexec, or to mpiexec's daemon on its host, was lost)"
+
+
 @pytest.mark.parametrize(
     ("ended", "words"),
     [
         (RankExit(None), "its process has ended"),
         (RankExit(0), "its process has left with exit code 0"),
         (RankExit(-35), "its process was killed by signal 35"),
+        (RankExit(195), f"its process has left with exit code 195{LOST}"),
     ],
 )
 def test_an_end_in_words(ended: RankExit, words: str):

@@ -1,0 +1,233 @@
+"""The cause of a failed call is told rightly, in that call, whatever raises: the user's exception, result or argument.
+
+Functions and classes are defined inside the tests, as in a cell: the ranks can't import this file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from threading import Timer
+
+import ipyparallel
+import pytest
+import torch
+
+from engines.comm import rank_server
+from engines.comm.rank_server import Failure
+from engines.comm.status_board import RankStatus
+from engines.errors import RankError
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch.supervisor_reports import StalledRank
+from tests.chaos.links import cut_connections
+
+N = 2
+
+
+@pytest.fixture(scope="module", params=["loopback", "mpi"])
+def shared(request):
+    with Cluster(N, backend=request.param) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    return shared.restart() if shared.dead else shared.start()
+
+
+over_mpi = pytest.mark.parametrize("shared", ["mpi"], indirect=True)
+
+
+def fail(cluster: Cluster, function, *args) -> RankError:
+    """Return the error of a call, after the next call has been found to work."""
+    with pytest.raises(RankError) as caught:
+        cluster.call(function, *args)
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * N
+    return caught.value
+
+
+def get_one(error: RankError) -> str:
+    """Return what is said of the first rank that failed, of two that fail at once."""
+    found = re.fullmatch(r"Rank ([01]): (.*) \(And so on ranks ([01])\.\)", str(error))
+    assert {found[1], found[3]} == {"0", "1"}
+    return found[2]
+
+
+def read_all(error: RankError) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def test_an_exception_without_a_text_is_told_with_its_kind_and_its_line(cluster):
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def fails(host):
+        if host.world.rank == 1:
+            raise MuteError
+        host.world.all_gather(None)
+
+    error = fail(cluster, fails)
+    assert (str(error), error.rank) == ("Rank 1: MuteError: (it has no text: its __str__ raised RuntimeError)", 1)
+    assert "in fails" in error.remote_traceback
+    assert "Rank 0 was released" in read_all(error)
+
+
+def test_a_cause_without_a_text_hides_nothing(cluster):
+    class MuteError(Exception):
+        __str__ = None
+
+    def fails(host):
+        try:
+            raise MuteError
+        except MuteError as error:
+            raise ValueError("the last one") from error
+
+    error = fail(cluster, fails)
+    assert get_one(error) == "ValueError: the last one"
+    assert "MuteError: (it has no text: its __str__ raised TypeError)" in error.remote_traceback
+
+
+def test_a_long_text_is_cut_and_its_length_said(cluster):
+    def fails(host):
+        raise ValueError("x" * 30_000_000)
+
+    error = fail(cluster, fails)
+    assert get_one(error).startswith("ValueError: xxxx")
+    assert get_one(error).endswith("x ... (30,000,000 characters)")
+    assert len(read_all(error)) < 50_000
+
+
+def test_an_exception_of_which_python_makes_no_traceback_is_told(cluster):
+    def fails(host):
+        exec(compile("1 / 0", "file", "exec").replace(co_filename="no\0file"))
+
+    class CausedError(Exception):
+        @property
+        def __cause__(self):
+            raise RuntimeError("no cause")
+
+    def fails_with_a_cause(host):
+        raise CausedError("what is known")
+
+    assert get_one(fail(cluster, fails)) == "ZeroDivisionError: division by zero"
+    error = fail(cluster, fails_with_a_cause)
+    assert get_one(error) == "CausedError: what is known"
+
+
+def test_of_a_long_chain_the_last_exceptions_are_told():
+    error: Exception | None = None
+    for number in range(5_000):
+        error, before = ValueError(number), error
+        error.__cause__ = before
+    failure = Failure.of(error)
+    assert failure.links[-1][0] == "ValueError: 4999"
+    assert len(failure.links) == 30
+
+
+def test_an_exception_that_cannot_be_pickled_is_told(cluster):
+    class BoundError(Exception):
+        def __init__(self):
+            super().__init__("bound to a stream")
+            self.stream = sys.stdout
+
+    def fails(host):
+        raise BoundError
+
+    assert get_one(fail(cluster, fails)) == "BoundError: bound to a stream"
+
+
+@pytest.mark.parametrize("what", [ValueError, SystemExit])
+def test_a_result_that_raises_while_it_is_unpickled_is_told_in_its_own_call(cluster, what):
+    def explode():
+        raise what("no such version")
+
+    class Result:
+        def __reduce__(self):
+            return explode, ()
+
+    start_s = time.monotonic()
+    error = fail(cluster, lambda host: Result() if host.world.rank == 1 else None)
+    told = f"Rank 1: its result cannot be unpickled in the notebook: {what.__name__}: no such version"
+    assert (str(error), error.rank) == (told, 1)
+    assert time.monotonic() - start_s < 1  # it is known at once, and not after a wait for the rank's end
+
+
+def test_an_argument_that_raises_while_it_is_unpickled_is_told(cluster):
+    def explode():
+        raise ValueError("no such version")
+
+    class Argument:
+        def __reduce__(self):
+            return explode, ()
+
+    error = fail(cluster, lambda host, argument: None, Argument())
+    assert "what it was sent cannot be unpickled: ValueError: no such version" in str(error)
+
+
+@over_mpi
+def test_the_time_to_send_a_large_argument_is_no_hang(cluster, monkeypatch):
+    """Each part takes 0.4 s here, as over a slow link: together twice as long as a rank may stand still."""
+    large = torch.arange(5 << 20, dtype=torch.float32)  # 20 MiB: five parts and a little more
+    begin = ipyparallel.DirectView.apply_async
+
+    def begin_slowly(view, function, *args):
+        if function is rank_server.receive_part:
+            time.sleep(0.4)
+        return begin(view, function, *args)
+
+    monkeypatch.setattr(ipyparallel.DirectView, "apply_async", begin_slowly)
+    cluster.hang_after_s = 2
+    try:
+        start_s = time.monotonic()
+        assert cluster.call(lambda host, x: (x.numel(), float(x[-1])), large) == [(5 << 20, float(large[-1]))] * N
+        assert time.monotonic() - start_s > 4
+    finally:
+        cluster.hang_after_s = 300
+
+
+@pytest.mark.nightly
+@over_mpi
+def test_a_connection_of_mpiexec_that_is_cut_is_told_as_what_it_is(cluster):
+    """MPI ends the ranks, each with an exit code of its own, which alone would say nothing."""
+    mpiexec = cluster._ranks._launchers[1].pid
+
+    def waits(host):
+        for _ in range(100):
+            host.world.all_gather(None)
+            time.sleep(0.05)
+
+    Timer(0.3, cut_connections, [mpiexec]).start()
+    with pytest.raises(RankError, match=r"exit code 195 \(its connection to mpiexec, .*, was lost\)"):
+        cluster.call(waits)
+    assert cluster.heal().call(lambda host: host.world.rank) == [0, 1]
+
+
+@over_mpi
+def test_where_all_helpers_run_a_message_that_has_not_arrived_may_have_been_cut(cluster, monkeypatch):
+    ranks = cluster._ranks
+    now_s = time.monotonic()
+    stalled = {0: StalledRank(RankStatus("", now_s)), 1: StalledRank(RankStatus("halo", now_s, waits=True))}
+    monkeypatch.setattr(ranks._reports, "find_stalled_ranks", lambda is_cut_off: stalled)
+    pid = ranks._launchers[0].pid
+    told = f"a connection of the controller of the ranks (process {pid}) may have been cut"
+    assert {rank: still.why for rank, still in ranks.find_stalled_ranks().items()} == {0: told, 1: ""}
+
+
+def test_parts_that_are_lost_are_said(monkeypatch):
+    class Server:
+        parcel, board = None, rank_server.StatusBoard()
+
+    server = Server()
+    monkeypatch.setattr(rank_server, "_get_server", lambda: server)
+    rank_server.receive_part(b"abc", 0, 9)
+    assert str(server.board.read()) == "the arrival of its work (3 of 9 bytes)"
+    assert server.board.read().waits
+    rank_server.receive_part(b"def", 3, 9)
+    rank_server.receive_part(b"ghi", 6, 9)
+    assert rank_server._take_parcel(server, 9) == b"abcdefghi"
+    rank_server.receive_part(b"abc", 0, 9)
+    rank_server.receive_part(b"ghi", 6, 9)
+    with pytest.raises(RankError, match="of the 9 bytes of its work 0 have arrived"):
+        rank_server._take_parcel(server, 9)
