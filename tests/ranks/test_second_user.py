@@ -70,6 +70,7 @@ print(json.dumps([got, mechanisms, reached]))
 @pytest.fixture
 def other() -> Iterator[tuple[int, int]]:
     """The ids of another user, who is removed afterwards."""
+    subprocess.run(["userdel", USER], check=False, capture_output=True)  # of a run that was killed
     subprocess.run(["useradd", "-M", "-d", "/nonexistent", "-s", "/bin/sh", USER], check=True, capture_output=True)
     try:
         found = subprocess.run(["id", "-u", USER], check=True, capture_output=True, encoding="utf-8").stdout
