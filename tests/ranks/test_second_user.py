@@ -47,10 +47,11 @@ for pid in pids:
         got.append(f"a signal to {pid}")
     except OSError:
         pass
-mechanisms = []
+mechanisms, reached = [], []
 for port in ports:
     try:
         with socket.create_connection(("127.0.0.1", port), 0.5) as line:
+            reached.append(port)
             line.settimeout(0.5)
             # The greeting of ZeroMQ without keys. The other side says what it asks for once it knows the version.
             line.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00")
@@ -62,13 +63,14 @@ for port in ports:
             got += [f"an answer of port {port}"] * bool(line.recv(1))
     except OSError:
         pass
-print(json.dumps([got, mechanisms]))
+print(json.dumps([got, mechanisms, reached]))
 """
 
 
 @pytest.fixture
 def other() -> Iterator[tuple[int, int]]:
     """The ids of another user, who is removed afterwards."""
+    subprocess.run(["userdel", USER], check=False, capture_output=True)  # of a run that was killed
     subprocess.run(["useradd", "-M", "-d", "/nonexistent", "-s", "/bin/sh", USER], check=True, capture_output=True)
     try:
         found = subprocess.run(["id", "-u", USER], check=True, capture_output=True, encoding="utf-8").stdout
@@ -95,8 +97,8 @@ def shared(other, monkeypatch) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def attack(ids: tuple[int, int], cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Return what the other user got from a cluster, and by which mechanisms its ports of ZeroMQ are guarded."""
+def attack(ids: tuple[int, int], cluster: Cluster) -> tuple[list[str], list[str], list[int]]:
+    """Return what the other user got from a cluster, what guards its ports of ZeroMQ, and the ports it connected to."""
     place = cluster._ranks._place
     family = [each for each in psutil.Process().children(recursive=True) if each.is_running()]
     listening = {
@@ -116,11 +118,12 @@ def attack(ids: tuple[int, int], cluster: Cluster) -> tuple[list[str], list[str]
 
 def test_another_user_gets_nothing_in_and_nothing_out(other, shared):
     with Cluster(2) as cluster:
-        got, mechanisms = attack(other, cluster)
+        got, mechanisms, reached = attack(other, cluster)
         assert not got
         assert set(mechanisms) == {"CURVE"}
         assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
         (mpi,) = [each for each in psutil.Process().children() if each.name() in ("mpiexec", "prterun")]
         ports = {found.laddr.port for found in mpi.net_connections(kind="tcp") if found.status == psutil.CONN_LISTEN}
-        assert ports  # it has some, and takes nothing by them: they are not among those that have answered
+        assert ports
+        assert not ports.intersection(reached)
     assert not list(shared.glob("mpi4dl_nb-*"))
