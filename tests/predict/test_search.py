@@ -59,11 +59,17 @@ def test_by_memory_the_leanest_comes_first_with_recomputation(graph_of):
             plan = replace(each.plan, checkpoint_activations=False)
             least[plan] = min(each.peak_bytes, least.get(plan, each.peak_bytes))
     assert sizes == sorted(least.values())
-    assert {each.plan.checkpoint_activations for each in found.fitting} == {False, True}
     equal = [each.images_per_s for each in found.fitting if each.peak_bytes == sizes[0]]
     assert equal == sorted(equal, reverse=True)  # of equally lean plans the faster one
     with pytest.raises(PlanError, match=r"by='size' is unknown.*speed.*memory"):
         search(3, 2, graph_of, FLAT, by="size")
+
+
+def test_by_memory_activations_are_recomputed_where_that_saves_some():
+    graph_of = TraceCache(resnet20_v1(), (1, 3, 64, 64), nn.CrossEntropyLoss()).get_graph
+    (plain,), (lean,) = (search(1, 1, graph_of, FLAT, by=by).fitting for by in ("speed", "memory"))
+    assert (plain.plan.checkpoint_activations, lean.plan.checkpoint_activations) == (False, True)
+    assert lean.peak_bytes < plain.peak_bytes
 
 
 def test_what_does_not_fit_is_set_apart(graph_of):
