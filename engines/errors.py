@@ -91,6 +91,13 @@ class ImageError(Mpi4dlError, ValueError):
     """
 
 
+AS_TENSORS = (
+    "Training takes such numbers as tensors, with any number of channels, which may be the planes of a stack: "
+    "training.fit([(torch.as_tensor(pixels.astype('float32'))[None], labels)]) for pixels of shape (C, H, W)."
+)
+"""The way on for numbers that are no picture: tensors are not limited to colours of 8 bits."""
+
+
 class CheckpointError(Mpi4dlError, ValueError):
     """A checkpoint cannot be written, is damaged, or belongs to another training. Earlier files are unchanged.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.parsers import expat
 
-from engines.errors import ImageError
+from engines.errors import AS_TENSORS, ImageError
 from engines.images.files import make_damaged_error
 from engines.images.regular_file import refuse_doctype
 
@@ -226,7 +226,8 @@ def list_planes(path: Path, image: OmeImage, alone: bool) -> list[PlaneSource]:
         if sizes != [1, 1] or (image.planes, image.samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
             raise ImageError(
                 f"{path} holds a stack: {sizes[0]} focal planes, {sizes[1]} times, {image.planes} channels of "
-                f"{image.samples}. A picture is one plane of grey, or of red, green and blue: save that by itself."
+                f"{image.samples}. A picture is one plane of grey, or of red, green and blue: save that by itself. "
+                + AS_TENSORS
             )
         found = _map_planes(path, image, alone)
         return [found[channel] for channel in _order_channels(path, image)]

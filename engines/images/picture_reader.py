@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import ImageError
+from engines.errors import AS_TENSORS, ImageError
 from engines.formatting import format_html_table
 
 Pixels = NDArray[np.uint8]
@@ -287,7 +287,7 @@ def composite_on_white(rgba: Pixels) -> Pixels:
 def convert_tensor(tensor: torch.Tensor) -> Pixels:
     """Convert a tensor to pixels: (C, H, W) -> (H, W, 3). Raises ImageError if the tensor is no picture."""
     if tensor.dim() != 3:
-        raise ImageError(f"The tensor has shape {tuple(tensor.shape)}, but a picture is (C, H, W).")
+        raise ImageError(f"The tensor has shape {tuple(tensor.shape)}, but a picture is (C, H, W). {AS_TENSORS}")
     plain = tensor.detach().cpu()
     plain = plain.float() if plain.dtype is torch.bfloat16 else plain
     return convert_array(plain.permute(1, 2, 0).numpy(), "The tensor")
@@ -309,14 +309,14 @@ def convert_array(array: NDArray[np.generic], what: str) -> Pixels:
         found = f"from {array.min():g} to {array.max():g}" if floating and array.size else "of more than 8 bits"
         raise ImageError(
             f"{what} holds {array.dtype} numbers {found if array.dtype != bool else 'for true and false'}. "
-            "A picture has uint8 from 0 to 255, or floats from 0 to 1."
+            f"A picture has uint8 from 0 to 255, or floats from 0 to 1. {AS_TENSORS}"
         )
     if pixels.ndim == 2:
         pixels = pixels[..., None]
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4) or not pixels.size:
         raise ImageError(
             f"{what} has shape {array.shape}, but a picture has 1, 3 or 4 channels: "
-            "(H, W, C) as an array, (C, H, W) as a tensor."
+            f"(H, W, C) as an array, (C, H, W) as a tensor. {AS_TENSORS}"
         )
     if pixels.shape[2] == 4:
         return composite_on_white(pixels)

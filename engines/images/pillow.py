@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from engines.errors import ImageError
+from engines.errors import AS_TENSORS, ImageError
 from engines.images.colour_profile import Transform, find_conversion, warn_of_colours
 from engines.images.files import (
     JPEG_HEAD,
@@ -303,7 +303,7 @@ def make_depth_error(path: Path, bits: int) -> ImageError:
     """Build the error for a picture of more than 8 bits per channel."""
     return ImageError(
         f"{path} has {bits} bits per channel, and pictures here have 8. Scale it to 0 ... 255 first, "
-        "for instance by skimage.util.img_as_ubyte, and pass the array."
+        f"for instance by skimage.util.img_as_ubyte, and pass the array. {AS_TENSORS}"
     )
 
 

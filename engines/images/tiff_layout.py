@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile, TiffPage
 
-from engines.errors import ImageError
+from engines.errors import AS_TENSORS, ImageError
 from engines.images.files import translate_errors
 from engines.images.ome_tiff import OmeFiles
 from engines.images.tiff_directory import list_pages, list_sub_pages
@@ -123,7 +123,8 @@ def _check_numbers(path: Path, page: TiffPage) -> None:
     # No single way of scaling deeper samples to 8 bits is right for all pictures.
     scale = (
         "Scale it to 0 ... 255 first, "
-        "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array."
+        "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array. "
+        + AS_TENSORS
     )
     if page.sampleformat not in _UNSIGNED:
         kind = _OTHER_NUMBERS.get(page.sampleformat, "numbers of an unknown kind")
@@ -131,7 +132,9 @@ def _check_numbers(path: Path, page: TiffPage) -> None:
     if not depths <= {1, 2, 4, 8} or len(depths) > 1 or page.dtype is None:
         raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
     if page.imagedepth != 1:
-        raise ImageError(f"{path} holds a stack of {page.imagedepth} planes in one page. Save one plane by itself.")
+        raise ImageError(
+            f"{path} holds a stack of {page.imagedepth} planes in one page. Save one plane by itself. {AS_TENSORS}"
+        )
     if page.compression not in (*DECODED, *_BY_PILLOW):
         raise ImageError(
             f"{path} is compressed by {_get_name(COMPRESSION, page.compression)}, which is not read here. Save it "
@@ -165,7 +168,7 @@ def _check_colours(path: Path, page: TiffPage, is_ome: bool) -> None:
     if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and alpha == colours)):
         raise ImageError(
             f"{path} has {samples} channels, and the file does not say that one of them is transparency. "
-            "A picture is grey, or red, green and blue: save the channels you want by themselves."
+            f"A picture is grey, or red, green and blue: save the channels you want by themselves. {AS_TENSORS}"
         )
     if photometric in (WHITE_IS_ZERO, PALETTE) and alpha is not None and MULTIPLIED in page.extrasamples:
         raise ImageError(
@@ -214,7 +217,9 @@ def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: 
         stack = (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
         stack |= int(getattr(base.tags.get(_METAMORPH), "count", 1)) > 1
     if stack:
-        raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
+        raise ImageError(
+            f"{path} holds several pictures of one size, a stack. Save the one you want by itself. {AS_TENSORS}"
+        )
     for page in others:
         if _count_pixels(page) > _count_pixels(base):
             raise ImageError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import ImageError
+from engines.errors import AS_TENSORS, ImageError
 from engines.images.files import FileReader, make_damaged_error, translate_errors
 from engines.images.ome_zarr import compute_microns, parse_axes, read_multiscale, sort_levels
 from engines.images.picture_reader import DecodeBlock, Level, Pixels, convert_array, make_levels, split_row_bands
@@ -104,7 +104,8 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
         if any(size != 1 for axis, size in sizes if axis not in "cyx"):
             listed = ", ".join(f"{axis}: {size}" for axis, size in sizes)
             raise ImageError(
-                f"{path} holds a stack, {listed}. A picture has one time and one plane: save it by itself."
+                f"{path} holds a stack, {listed}. A picture has one time and one plane: save it by itself. "
+                + AS_TENSORS
             )
         channels = dict(sizes).get("c", 1)
         if channels != dict(zip(letters, shape, strict=True)).get("c", 1):
@@ -112,10 +113,13 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
         if channels not in (1, 3):
             raise ImageError(
                 f"{path} has {channels} channels (axes {letters}, shape {array.shape}), and a picture here is grey, or "
-                "red, green and blue: a Zarr store cannot say that one is transparency. Save the ones you want."
+                "red, green and blue: a Zarr store cannot say that one is transparency. Save the ones you want. "
+                + AS_TENSORS
             )
         if array.dtype != np.uint8:
-            raise ImageError(f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it.")
+            raise ImageError(
+                f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it. {AS_TENSORS}"
+            )
         if (array.attrs.get("scale_factor", 1), array.attrs.get("add_offset", 0)) != (1, 0):
             raise ImageError(
                 f"{path} has a scale_factor or an add_offset: its numbers stand for measurements and are no shades "
