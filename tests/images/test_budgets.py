@@ -365,7 +365,8 @@ for limit, *paths in (argument.split(",") for argument in sys.argv[2:]):
     files.PER_BYTE = 1 if int(limit) < 1 << 30 else 128
     for path in paths:
         measure(open_image, path)
-        measure(read_mask, path)
+        if int(limit) < 1 << 30:
+            measure(read_mask, path)
 """
 LIMIT_BYTES = 100 << 20
 BANDS_BYTES = 80 << 20  # a few bands of rows, and what libraries allocate at their first use
@@ -398,12 +399,14 @@ def test_a_decode_takes_no_more_memory_than_the_limit(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
     lines = [line.split() for line in told.splitlines()]
-    assert len(lines) == 2 * (len(small) + len(large) + 1)
+    assert len(lines) == 2 * (len(small) + len(large)) + 1
     for number, (name, verdict, grown) in enumerate(lines):
         as_picture = number % 2 == 0
-        most = 1 << 30 if name == "48kB.png" else LIMIT_BYTES + BANDS_BYTES
+        # Compositing on white holds each band several times.
+        bands = 2 * BANDS_BYTES if name.startswith(("alpha", "clear")) else BANDS_BYTES
+        most = 1 << 30 if name == "48kB.png" else LIMIT_BYTES + bands
         assert int(grown) < most, (name, verdict, grown)
         if as_picture and name != "48kB.png":
             assert verdict == ("read" if "0.95" in name else "refused"), (name, grown)
             assert verdict == "read" or int(grown) < BANDS_BYTES, (name, grown)
-    assert lines[-2][1] == "read", "it is an honest picture"
+    assert lines[-1][1] == "read", "it is an honest picture"

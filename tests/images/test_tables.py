@@ -346,6 +346,10 @@ def test_each_file_of_a_long_table_is_looked_at_once(folder: Path, monkeypatch: 
     assert (calls["read_shape"], calls["read_mask_shape"]) == (4, 1)
     assert calls["realpath"] < 10
     assert calls["lstat"] < 100
+    calls.clear()
+    finder = tables.FileFinder(folder, folder)
+    assert [finder.find(f"images/{name}.png", "file").stem for name in "abcd" * 100] == list("abcd" * 100)
+    assert calls["realpath"] == 2, "of the folder of the table, and of that of the pictures"
 
 
 def test_a_damaged_file_in_many_lines_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
