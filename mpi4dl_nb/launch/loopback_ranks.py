@@ -31,6 +31,7 @@ class LoopbackRanks(Ranks):
 
     def _make_servers(self, worlds: Sequence[World]) -> None:
         self._hosts = [rank_server.RankServer(world) for world in worlds]
+        self._threads: dict[int, Thread] = {}  # of the last call of each rank
         self._lines: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
         for rank, each in enumerate(self._hosts):
             each.board.output = LineBuffer(lambda line, rank=rank, lines=self._lines: lines.put((rank, line)))
@@ -42,15 +43,20 @@ class LoopbackRanks(Ranks):
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """Run the call in a new daemon thread: a rank that never returns must not keep Python from exiting."""
         future: Future[bytes] = Future()
+        last = self._threads.get(rank)
 
         def run_call() -> None:
+            # A call that was interrupted while it was submitted may not have begun yet: its messages come before ours.
+            if last is not None:
+                last.join()
             share_process()
             try:
                 future.set_result(rank_server.execute(self._hosts[rank], common, own))
             except BaseException as error:
                 future.set_exception(error)
 
-        Thread(target=run_call, name=f"rank {rank}", daemon=True).start()
+        self._threads[rank] = thread = Thread(target=run_call, name=f"rank {rank}", daemon=True)
+        thread.start()
         return future
 
     def interrupt(self) -> None:

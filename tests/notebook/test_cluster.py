@@ -27,7 +27,7 @@ import psutil
 import pytest
 import torch
 
-from engines.comm import supervisor
+from engines.comm import rank_server, supervisor
 from engines.comm.all_reduce import all_reduce
 from engines.comm.device import compute_threads_per_rank
 from engines.comm.notebook_imports import pack
@@ -853,3 +853,26 @@ def test_the_notebook_knows_no_mpi():
 def test_a_limit_that_is_no_time_is_refused(seconds):
     with pytest.raises(PlanError, match=r"hang_after_s=.* must be 1 second or more, or None"):
         Cluster(2, hang_after_s=seconds)
+
+
+def test_a_call_that_begins_late_ends_before_the_next_one(monkeypatch):
+    """Threads begin when the system lets them: messages of an interrupted call must not meet those of the next one."""
+    with Cluster(2, backend="loopback") as cluster:
+        execute, delays = rank_server.execute, iter([0.5])
+
+        def begin_late(*arguments):
+            time.sleep(next(delays, 0))
+            return execute(*arguments)
+
+        submit = cluster._ranks.submit
+
+        def interrupted(rank, common, own):
+            submit(rank, common, own)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(rank_server, "execute", begin_late)
+        monkeypatch.setattr(cluster._ranks, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.call(lambda host: host.world.all_gather(None))
+        monkeypatch.setattr(cluster._ranks, "submit", submit)
+        assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1], [0, 1]]
