@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,3 +200,26 @@ def test_a_type_that_an_operator_refuses_is_refused_before_a_rank_works():
         verifying(net(), loss),
     ):
         pass
+
+
+class Faint(nn.Module):
+    """A layer whose gradient is real, but vanishes beside that of the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.side = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.mean((2, 3))
+        return self.head(x) + 1e-16 * self.side(x)
+
+
+@pytest.mark.parametrize(("rate", "ok"), [(0.01, True), (1e-20, False)])
+def test_a_weight_whose_step_is_less_than_its_last_digit_is_not_missed(rate: float, ok: bool):
+    """But a learning rate that moves nothing at all is."""
+    plan = Plan(split_size=1, slice_method="1x2")
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        proof = Training(Faint(), plan, cluster, SHAPE, optimiser=partial(torch.optim.SGD, lr=rate)).verify()
+    assert proof["ok"] is ok, proof
+    assert ("The optimiser does not move head.weight" in proof.get("why", "")) is not ok
+    assert "side" not in proof.get("why", "")
