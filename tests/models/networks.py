@@ -61,7 +61,7 @@ NETWORKS: dict[str, Network] = {
     **{name: _from_stock(stock) for name, stock in (STOCK | AS_WRITTEN | MORE).items() if name != "MONAI DenseNet121"},
     "our ResNet-20 v1": (partial(resnet20_v1, num_classes=5), (32, 32)),
     "our ResNet-20 v2": (partial(resnet_v2, 20, num_classes=5), (32, 32)),
-    "our U-Net": (partial(UNet, 3, 4), (32, 32)),
+    "our U-Net": (partial(UNet, num_classes=4, width=8), (32, 32)),
     "our AmoebaNet-D": (partial(amoebanetd, 3, 16, num_classes=5), (64, 64)),
     "skips": (zoo.Skips, (24, 32)),
     "a segmenter": (zoo.Segmenter, (24, 32)),
@@ -74,7 +74,12 @@ NETWORKS: dict[str, Network] = {
     "MONAI BasicUNet, batch norm": _segmenter("BasicUNet", features=(8, 8, 16, 24, 32, 8), norm="batch"),
     "MONAI SegResNet, batch norm": _segmenter("SegResNet", norm="batch", init_filters=8),
     "MONAI DynUNet, batch norm": _segmenter(
-        "DynUNet", kernel_size=[3, 3], strides=[1, 2], upsample_kernel_size=[2], filters=[8, 16], norm_name="batch"
+        "DynUNet",
+        kernel_size=[3, 3, 3],
+        strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2],
+        filters=[8, 8, 16],
+        norm_name="batch",
     ),
     "MONAI AutoEncoder": _segmenter("AutoEncoder", channels=(8, 16), strides=(2, 2)),
     "MONAI MedNeXt": _segmenter("MedNeXt", init_filters=4, blocks_down=_ONE, blocks_bottleneck=1, blocks_up=_ONE),
