@@ -24,6 +24,7 @@ from engines.graph.model_inputs import (
 )
 from engines.graph.model_mixing import ModelAnalysis
 from engines.graph.model_state import ModelState
+from engines.graph.operand_types import check_operand_types, trace_in_fitting_type
 from engines.graph.outside_state import Place, restore_outside_state
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
@@ -117,6 +118,9 @@ class TraceCache:
 
         Raises PlanError, or TraceError if the model cannot be traced.
         """
+        return trace_in_fitting_type(plan.precision, lambda: self._get_graph(plan))
+
+    def _get_graph(self, plan: Plan) -> ModelGraph:
         with self.get_state().apply_modes(self.model, self.loss):
             key = self._make_key(plan)
             if key not in self._graphs:
@@ -223,6 +227,7 @@ class TraceCache:
                 only = made.specs[made.prediction] if made.loss_input == "Tensor" else None
                 check_loss_repeats(self._traceable, self.loss, images, answers, only)
             self._traces[key] = made
+        check_operand_types(self._traces[key])
         return self._traces[key]
 
 

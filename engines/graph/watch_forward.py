@@ -68,17 +68,26 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
         return plain.__get__(None, cls)(*arguments, **keywords)
 
     def enter(hooks: Any) -> Any:
-        # Whatever recomputes without a function of its own keeps less than autograd would, by such hooks.
-        constants.recomputes |= threading.get_ident() == thread
-        return plain_enter(hooks)
+        if threading.get_ident() != thread:
+            return plain_enter(hooks)
+        # Whatever recomputes without a function of its own keeps less than autograd would, by such hooks. A trace keeps
+        # nothing for backward: they are not called, or what they do would be in the trace as if forward did it.
+        constants.recomputes = True
+        return None
 
-    plain_enter = saved_tensors_hooks.__enter__
+    def leave(hooks: Any, *error: Any) -> None:
+        if threading.get_ident() != thread:
+            plain_leave(hooks, *error)
+
+    plain_enter, plain_leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = leave  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         saved_tensors_hooks.__enter__ = plain_enter  # type: ignore[method-assign]
+        saved_tensors_hooks.__exit__ = plain_leave  # type: ignore[method-assign]
         if own is None:
             del torch.autograd.Function.apply
         else:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from engines.comm.device import choose_autocast_type, choose_device, choose_thread_count, place_inputs, use_threads
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, TraceError
-from engines.graph.model_graph import TensorSpec
+from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.graph.operand_types import check_operand_types, trace_in_fitting_type
 from engines.graph.trace import trace_inference
 from engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
 from engines.images.dataset import to_network_input
@@ -40,9 +41,15 @@ def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int],
     the model cannot run under the plan.
     """
     images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
-    graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
+
+    def trace(specs: TensorSpec) -> ModelGraph:
+        graph = trace_inference(model, specs, plan.precision, choose_autocast_type(device))
+        check_operand_types(graph)
+        return graph
+
+    graph = trace_in_fitting_type(plan.precision, lambda: trace(images))
     if plan.local_dp > 1:
-        part = trace_inference(model, get_shard_spec(images, plan), plan.precision, choose_autocast_type(device))
+        part = trace_in_fitting_type(plan.precision, lambda: trace(get_shard_spec(images, plan)))
         graph = replace(graph, share=part)
     compile_plan(graph, plan)
     return Recipe(graph, plan, sgd, collect_state(model, None, graph), device, additions=UserOps.snapshot())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from engines.comm.device import choose_autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError, TraceError
+from engines.graph.default_type import use_default_type_of
 from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
 from engines.graph.output_meaning import find_output_meaning
 from engines.graph.trace import StateNames, trace
@@ -123,7 +125,8 @@ class HeldOutSet:
         plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
         # The state stays empty: ranks predict with the weights that they train, without copies.
-        made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+        with self._constants:
+            made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
         _check_exact(made, len(self.images))
         return made
 
@@ -146,7 +149,8 @@ class HeldOutSet:
         answer, label = graph.specs[graph.prediction], TensorSpec((1, *labels.shape[1:]), labels.dtype)
         scores = torch.zeros((1, *answer.shape[1:]), dtype=_choose_loss_type(getattr(torch, answer.dtype)))
         try:
-            float(self._copy_loss()(scores, torch.zeros(label.shape, dtype=getattr(torch, label.dtype))))
+            with self._constants:
+                float(self._copy_loss()(scores, torch.zeros(label.shape, dtype=getattr(torch, label.dtype))))
         except Exception as error:  # a loss may raise anything
             raise TraceError(
                 f"{loss} fails for the prediction {tuple(scores.shape)}, {scores.dtype}, and the label {label.shape}, "
@@ -191,7 +195,13 @@ class HeldOutSet:
         graph, plan = self.recipe.graph, self.recipe.plan
         specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in graph.inputs)
         model = copy.deepcopy(self.model).eval()  # batch norm may reject one image in training
-        return trace(model, self.loss, *specs, plan.precision, choose_autocast_type(self.recipe.device))
+        with self._constants:
+            return trace(model, self.loss, *specs, plan.precision, choose_autocast_type(self.recipe.device))
+
+    @property
+    def _constants(self) -> AbstractContextManager[None]:
+        """The default type with which the training was traced."""
+        return use_default_type_of(self.recipe.graph)
 
     @cached_property
     def _alone(self) -> ModelGraph:
@@ -222,9 +232,10 @@ class HeldOutSet:
             )[:members]
             whole = whole.to(_choose_loss_type(whole.dtype))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
-            found = [
-                (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
-            ]
+            with self._constants:
+                found = [
+                    (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
+                ]
             yield found, count_predictions(whole, labels, meaning)
 
     def _predict_steps(self, ask: PredictImages, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[PredictedBatch]]]:

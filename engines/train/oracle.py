@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ class TrainingRecord:
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     whole: bool = False
-    driven: frozenset[str] = frozenset()
-    """The weights with a gradient, and a learning rate, that was not 0 in every step, if this is recorded."""
+    driven: Mapping[str, float] = field(default_factory=dict)
+    """The weights with a gradient, and a learning rate, that was not 0 in every step, with the largest rate."""
 
     @property
     def mean_losses(self) -> tuple[float, ...]:
@@ -172,12 +172,16 @@ class ReferenceTraining:
             self.scheduler.step()
 
     @property
-    def driven(self) -> frozenset[str]:
-        """The weights that an update should have moved: neither gradient nor learning rate was 0 in every one."""
+    def driven(self) -> dict[str, float]:
+        """The weights that an update should have moved, with the largest learning rate: no gradient, no rate was 0."""
         groups = self.optimiser.param_groups if self.optimiser else []
-        still = (group for number, group in enumerate(groups) if not any(rates[number] for rates in self.rates))
-        ids = {id(weight) for group in still for weight in group["params"]}
-        return frozenset(name for name, weight in self.weights.items() if name in self.pushed and id(weight) not in ids)
+        rates = {
+            id(weight): max((abs(rates[number]) for rates in self.rates), default=0.0)
+            for number, group in enumerate(groups)
+            for weight in group["params"]
+        }
+        known = {name: rates.get(id(weight), 1.0) for name, weight in self.weights.items() if name in self.pushed}
+        return {name: rate for name, rate in known.items() if rate}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:

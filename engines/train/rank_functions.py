@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engines.comm.device import choose_device, has_own_memory
 from engines.comm.rank_server import RankServer, allow_during_step
 from engines.comm.streams import wait_for_device
 from engines.errors import LostTrainingError, PlanError
+from engines.graph.default_type import use_default_type_of
 from engines.graph.labels import NonFiniteCause
 from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import LabelledImages
@@ -30,7 +30,6 @@ from engines.predict.machine import Machine
 from engines.program.worker import Inputs
 from engines.train import checkpoint_load, checkpoint_save
 from engines.train.debug_step import RankStepper, StepState
-from engines.train.default_type import use_default_type
 from engines.train.evaluation import RankEvaluation
 from engines.train.oracle import TrainingRecord
 from engines.train.recipe import Recipe
@@ -95,7 +94,7 @@ def find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
 
 
 def record_reference(host: RankServer, recipe: Recipe, parts: list[Inputs]) -> TrainingRecord:
-    with use_default_type(getattr(torch, recipe.graph.default_type)):
+    with use_default_type_of(recipe.graph):
         return record_rank_run(RankTraining(host.world, recipe), parts)
 
 

@@ -37,6 +37,7 @@ TIMES = 64
 
 EXACT = 1e-10  # relative to a tensor's own size: an error within it needs no other explanation
 _MOST = 1e-6  # of a tensor's size: an effect of an ulp's change that is larger excuses nothing
+_FAINT = 1e-9  # of the largest gradient of a step
 _RUNS = 4  # runs of one process with changes by an ulp, if the first one does not explain all
 Begin = Callable[[ReferenceTraining], None]
 Key = tuple[str, int, str]
@@ -144,20 +145,26 @@ class RoundingCheck:
         """Masks by weight of the elements whose gradient, in some step, is zero in theory and rounding in fact."""
         self.ensure_nears(1)
         gradients = {key: tensor for key, tensor in self.oracle.items() if key[0] == "gradient" and tensor.numel()}
-        largest: dict[int, Tensor] = {}
-        for (_, step, _), gradient in gradients.items():
-            largest[step] = torch.maximum(largest.get(step, gradient.new_zeros(())), gradient.abs().max())
         found: dict[str, Tensor] = {}
         for (what, step, name), gradient in gradients.items():
             other = self.nears[0][what, step, name]
             # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
             # largest gradient. A gradient that is exactly 0 in both runs is a real zero, not noise.
             usual = (gradient - other).square().mean().sqrt()
-            bound = torch.minimum(1e3 * usual, largest[step] * max(1e-9, self._slack))
+            bound = torch.minimum(1e3 * usual, self._largest[step] * max(_FAINT, self._slack))
             mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
             mask |= self._strays[what, step, name] != 0
             found[name] = found[name] | mask if name in found else mask
         return {name: mask for name, mask in found.items() if mask.any()}
+
+    @cached_property
+    def _largest(self) -> dict[int, Tensor]:
+        """By step: the largest element of all gradients."""
+        largest: dict[int, Tensor] = {}
+        for (what, step, _), gradient in self.oracle.items():
+            if what == "gradient" and gradient.numel():
+                largest[step] = torch.maximum(largest.get(step, gradient.new_zeros(())), gradient.abs().max())
+        return largest
 
     @cached_property
     def _records(self) -> list[dict[Key, Tensor]]:
@@ -282,11 +289,24 @@ class RoundingCheck:
         return [name for name in still if self._has_real_gradient(name)]  # last, because it takes a run
 
     def _has_real_gradient(self, name: str) -> bool:
-        """Return whether any element of a weight has, in any step, a gradient that is neither 0 nor only rounding."""
-        gradients = [tensor for (what, _, own), tensor in self.oracle.items() if (what, own) == ("gradient", name)]
+        """Return whether any element of a weight has, in any step, a gradient that is neither 0 nor only rounding.
+
+        Nor does one count that is both a billionth of the step's largest and too small to change the weight's digits.
+        """
+        gradients = {
+            step: tensor for (what, step, own), tensor in self.oracle.items() if (what, own) == ("gradient", name)
+        }
         noise = self.noise.get(name, torch.zeros((), dtype=torch.bool))
+        # Where a gradient vanishes, a step may be less than half of the last digit of its weight: none learns there.
+        last = torch.finfo(self.record.weights[name].dtype).eps / 2 * self.record.weights[name].detach().abs().double()
+
+        def is_real(step: int, gradient: Tensor) -> bool:
+            faint = gradient.abs() <= _FAINT * self._largest[step]
+            lost = faint & (self.record.driven[name] * gradient.abs() <= last)
+            return bool(((gradient != 0) & ~noise & ~lost).any())
+
         # An optimiser may have removed the gradient, which was not 0, before it was recorded.
-        return not gradients or any(bool(((gradient != 0) & ~noise).any()) for gradient in gradients)
+        return not gradients or any(is_real(*each) for each in gradients.items())
 
     def is_noise(self, key: Key) -> bool:
         """Return whether `key` is a gradient that is zero in theory in all elements, or the change of its weight."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 import traceback
 import warnings
@@ -19,12 +18,13 @@ from torch import Tensor, nn
 from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import Mpi4dlError, PlanError, VerifyError
 from engines.formatting import FactTable, format_names
+from engines.graph.default_type import use_default_type
 from engines.graph.exported_nodes import find_user_line
 from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
+from engines.graph.operand_types import TYPE_ERROR
 from engines.graph.trace_cache import Loss
 from engines.program.worker import Inputs
-from engines.train.default_type import use_default_type
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from engines.train.recipe import Recipe
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
@@ -169,7 +169,6 @@ class VerifyResult(FactTable, dict[str, Any]):
 
 
 _OURS = ("/torch/", str(Path(__file__).parents[1]))
-_TYPES = re.compile("same dtype|should be the same|expected scalar type|expected m1 and m2 to have the same")
 
 
 def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> TrainingRecord:
@@ -198,7 +197,7 @@ def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> Tra
                 " An operation in place, such as y.relu_() or y += 1, overwrites a value that a gradient needs. Ranks "
                 "run it out of place and train the model, but plain PyTorch cannot. Write y = y.relu()."
             )
-        elif _TYPES.search(first):
+        elif TYPE_ERROR.search(first):
             remedy = (
                 f" verify() converts the model to {str(dtype).removeprefix('torch.')}, which a cast to a fixed type, "
                 "such as x.float(), does not follow. Cast to the type of the next layer instead, as in "

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
 from engines.formatting import describe_unknown, format_bytes
+from engines.graph.default_type import use_default_type_of
 from engines.graph.output_meaning import choose_kind, choose_meaning
 from engines.images.dataset import LabelledImages, cast_numbers, check_classes
 from engines.images.picture import Source, open_image
@@ -113,7 +114,8 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
             f"Give (N, {batch[1]}, H, W)."
         )
     shape = (batch[0] * training.plan.parts, *images.shape[1:])
-    recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
+    with use_default_type_of(training.recipe.graph):
+        recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
     images = cast_numbers("images", images, recipe.step_specs["images"])
     programs = compile_plan(recipe.graph, training.plan)
     count = shape[0] * training.plan.batches
@@ -153,7 +155,8 @@ def predict_picture(
     kind = choose_kind(kind, meaning)
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
-    recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
+    with use_default_type_of(training.recipe.graph):
+        recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
     request = PredictionRequest(asked, kind, meaning, memory_mb * 10**6, needs_pixels=to is not None)
     spec, sink = recipe.graph.specs[recipe.graph.prediction], ArraySink
     names = name_classes(kind, meaning, spec.shape[1] if len(spec.shape) > 1 else 1, class_names)

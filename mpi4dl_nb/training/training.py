@@ -19,6 +19,7 @@ import torch
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
 from engines.formatting import describe_unknown
+from engines.graph.default_type import use_default_type
 from engines.graph.model_graph import ModelGraph
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
@@ -30,7 +31,6 @@ from engines.program.steps import label_steps
 from engines.program.timeline import Timeline
 from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
-from engines.train.default_type import use_default_type
 from engines.train.optimiser_trial import count_states
 from engines.train.step_report import build_timeline
 from engines.train.training import (
@@ -276,7 +276,7 @@ class Training(TrainingHandle):
         failed: list[Mpi4dlError] = []
         for kind, default in ways:
             try:
-                with use_default_type(default):
+                with use_default_type(default) if default is not own else nullcontext():
                     found = self._compare_with_reference(data, seed, kind, line)
             except (TraceError, VerifyError) as error:
                 failed.append(error)

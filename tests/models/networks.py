@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,11 +23,16 @@ Network = tuple[Build, tuple[int, int]]
 
 def _from_stock(stock: Stock) -> Network:
     flags = ["--model", stock.model, "--model-args", json.dumps(stock.narrow), "--image-size", stock.small]
-    return lambda: options.build_model(options.make_parser("").parse_args(flags)), options.parse_image_size(stock.small)
+
+    def build() -> nn.Module:
+        pytest.importorskip(stock.package)
+        return options.build_model(options.make_parser("").parse_args(flags))
+
+    return build, options.parse_image_size(stock.small)
 
 
 def _monai(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
-    return lambda: getattr(import_module("monai.networks.nets"), name)(**arguments), size
+    return lambda: getattr(pytest.importorskip("monai.networks.nets"), name)(**arguments), size
 
 
 def _segmenter(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
@@ -38,7 +43,7 @@ def _of_transformers(
     config: str, size: tuple[int, int] = (32, 32), task: str = "ImageClassification", **arguments: Any
 ) -> Network:
     def build() -> nn.Module:
-        library = import_module("transformers")
+        library = pytest.importorskip("transformers")
         chosen = getattr(library, f"{config}Config")(num_labels=5, **arguments)
         return getattr(library, f"{config}For{task}")(chosen)  # type: ignore[no-any-return]
 
@@ -48,41 +53,36 @@ def _of_transformers(
 _PLAIN = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 _VIT = _PLAIN | {"image_size": 32, "patch_size": 8}
 _STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
+_ONE = (1, 1, 1, 1)
 _UNET = {"channels": (8, 16, 32), "strides": (2, 2)}
 _HEAD = {"in_shape": (3, 32, 32), "channels": (8, 8), "strides": (2, 2)}
 
 NETWORKS: dict[str, Network] = {
-    **{name: _from_stock(stock) for name, stock in (STOCK | AS_WRITTEN | MORE).items()},
+    **{name: _from_stock(stock) for name, stock in (STOCK | AS_WRITTEN | MORE).items() if name != "MONAI DenseNet121"},
     "our ResNet-20 v1": (partial(resnet20_v1, num_classes=5), (32, 32)),
     "our ResNet-20 v2": (partial(resnet_v2, 20, num_classes=5), (32, 32)),
-    "our U-Net": (partial(UNet, 3, 4), (32, 32)),
+    "our U-Net": (partial(UNet, num_classes=4, width=8), (32, 32)),
     "our AmoebaNet-D": (partial(amoebanetd, 3, 16, num_classes=5), (64, 64)),
     "skips": (zoo.Skips, (24, 32)),
     "a segmenter": (zoo.Segmenter, (24, 32)),
     "a chain": (zoo.Chain, (24, 32)),
-    "MONAI UNet, group norm": _segmenter("UNet", **_UNET, num_res_units=1, norm=("group", {"num_groups": 4})),
+    "MONAI UNet, group norm": _segmenter(
+        "UNet", **_UNET, out_channels=4, num_res_units=1, norm=("group", {"num_groups": 4})
+    ),
     "MONAI UNet, batch norm": _segmenter("UNet", **_UNET, num_res_units=1, norm="batch"),
     "MONAI UNet, PReLU": _segmenter("UNet", **_UNET, act="prelu"),
     "MONAI BasicUNet, batch norm": _segmenter("BasicUNet", features=(8, 8, 16, 24, 32, 8), norm="batch"),
     "MONAI SegResNet, batch norm": _segmenter("SegResNet", norm="batch", init_filters=8),
     "MONAI DynUNet, batch norm": _segmenter(
-        "DynUNet", kernel_size=[3, 3], strides=[1, 2], upsample_kernel_size=[2], filters=[8, 16], norm_name="batch"
+        "DynUNet",
+        kernel_size=[3, 3, 3],
+        strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2],
+        filters=[8, 8, 16],
+        norm_name="batch",
     ),
-    "MONAI VNet": _segmenter("VNet", dropout_prob_down=None, dropout_prob_up=(None, None)),
     "MONAI AutoEncoder": _segmenter("AutoEncoder", channels=(8, 16), strides=(2, 2)),
-    "MONAI AHNet": _segmenter("AHNet", (64, 64), layers=(1, 1, 1, 1)),
-    "MONAI MedNeXt": _segmenter("MedNeXt", init_filters=4),
-    "MONAI SwinUNETR": _segmenter("SwinUNETR", feature_size=12),
-    "MONAI SENet": _monai(
-        "SENet",
-        spatial_dims=2,
-        in_channels=3,
-        block="se_resnet_bottleneck",
-        layers=(1, 1, 1, 1),
-        groups=1,
-        reduction=16,
-        num_classes=5,
-    ),
+    "MONAI MedNeXt": _segmenter("MedNeXt", init_filters=4, blocks_down=_ONE, blocks_bottleneck=1, blocks_up=_ONE),
     "MONAI DenseNet": _monai(
         "DenseNet", spatial_dims=2, in_channels=3, out_channels=5, init_features=8, growth_rate=4, block_config=(2, 2)
     ),
@@ -90,7 +90,11 @@ NETWORKS: dict[str, Network] = {
     "MONAI Regressor": _monai("Regressor", out_shape=(3,), **_HEAD),
     "MONAI Critic": _monai("Critic", **_HEAD),
     "MONAI EfficientNet": _monai(
-        "EfficientNetBN", model_name="efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=3, num_classes=5
+        "EfficientNet",
+        blocks_args_str=["r1_k3_s11_e1_i32_o16_se0.25", "r1_k5_s22_e6_i16_o24_se0.25"],
+        width_coefficient=0.25,
+        image_size=32,
+        num_classes=5,
     ),
     "transformers ViT": _of_transformers("ViT", **_VIT),
     "transformers DeiT": _of_transformers("DeiT", **_VIT),
@@ -107,8 +111,21 @@ NETWORKS: dict[str, Network] = {
     "transformers MobileViT": _of_transformers(
         "MobileViT", (64, 64), image_size=64, hidden_sizes=[16, 16, 24], neck_hidden_sizes=[8, 8, 8, 8, 16, 16, 16]
     ),
-    "transformers MobileViT V2": _of_transformers("MobileViTV2", (64, 64), image_size=64, width_multiplier=0.25),
-    "transformers EfficientNet": _of_transformers("EfficientNet", (64, 64), width_coefficient=0.25),
+    "transformers MobileViT V2": _of_transformers(
+        "MobileViTV2", (64, 64), image_size=64, width_multiplier=0.25, n_attn_blocks=[1, 1, 1]
+    ),
+    "transformers EfficientNet": _of_transformers(
+        "EfficientNet",
+        width_coefficient=0.25,
+        depth_coefficient=1.0,
+        kernel_sizes=[3, 5],
+        in_channels=[32, 16],
+        out_channels=[16, 24],
+        strides=[1, 2],
+        num_block_repeats=[1, 1],
+        expand_ratios=[1, 6],
+        hidden_dim=320,
+    ),
     "transformers LeViT": _of_transformers(
         "Levit",
         (64, 64),
@@ -125,9 +142,27 @@ NETWORKS: dict[str, Network] = {
     "transformers SegFormer, segmenting": _of_transformers(
         "Segformer", (64, 64), "SemanticSegmentation", decoder_hidden_size=16, **_STAGES
     ),
-    "transformers HGNetV2": _of_transformers("HGNetV2", (64, 64)),
-    "transformers SwiftFormer": _of_transformers("SwiftFormer", (64, 64), image_size=64, depths=[1, 1, 1, 1]),
-    "transformers TextNet": _of_transformers("TextNet", (64, 64)),
+    "transformers HGNetV2": _of_transformers(
+        "HGNetV2",
+        embedding_size=8,
+        hidden_sizes=[16, 16, 24, 32],
+        stem_channels=[3, 8, 8],
+        stage_in_channels=[8, 16, 16, 24],
+        stage_mid_channels=[8, 8, 8, 8],
+        stage_out_channels=[16, 16, 24, 32],
+        stage_num_blocks=[1, 1, 1, 1],
+        stage_numb_of_layers=[2, 2, 2, 2],
+    ),
+    "transformers SwiftFormer": _of_transformers(
+        "SwiftFormer", (64, 64), image_size=64, depths=[1, 1, 1, 1], embed_dims=[8, 8, 16, 16]
+    ),
+    "transformers TextNet": _of_transformers(
+        "TextNet",
+        stem_out_channels=8,
+        hidden_sizes=[8, 8, 16, 16, 24],
+        conv_layer_kernel_sizes=[[[3, 3]], [[1, 3]], [[3, 1]], [[3, 3]]],
+        conv_layer_strides=[[1], [2], [2], [2]],
+    ),
     "transformers Hiera": _of_transformers(
         "Hiera", (32, 32), image_size=[32, 32], embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]
     ),

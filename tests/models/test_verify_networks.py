@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engines.errors import PlanError, TraceError
-from engines.graph.trace_cache import TraceCache
 from engines.program import exchange_runner
 from engines.program.update import GradientBucket, OptimiserStep
 from engines.spatial import kernels
@@ -20,56 +18,44 @@ from engines.train.verify import VerifyResult
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.models.networks import NETWORKS, make_images, train_a_little
 
-PLANS = Plan(split_size=2, slice_method="1x2"), Plan(split_size=2, spatial_size=0), Plan(split_size=1, spatial_size=0)
-"""The first one that a network can have: many of transformers cannot be cut into tiles."""
+PLAN = Plan(split_size=2, slice_method="1x2")
+PARTS = Plan(split_size=1, parts=2, spatial_size=0)
 
-OFTEN = ("our ResNet-20 v1", "a segmenter", "transformers ViT")
+OFTEN = ("a chain", "a segmenter", "shifted windows by roll and slice assignment")
 """Those of every run; the others take minutes."""
 
 
-def make_network(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    """Return a network with weights as of a trained one, and two batches of its own."""
+@contextmanager
+def training_network(name: str, plan: Plan = PLAN) -> Iterator[Training]:
+    """Make a training of a network with weights as of a trained one."""
     build, size = NETWORKS[name]
     torch.manual_seed(0)
     model = build()
     train_a_little(model, seed=1)
-    images = [make_images(size, seed) for seed in (2, 3)]
-    specs = TraceCache(model, images[0].shape, nn.CrossEntropyLoss()).get_graph(PLANS[2]).inputs
-    classes = 1 if name == "MONAI Critic" else 3
-    random = torch.Generator().manual_seed(4)
-    return model, [(x, torch.randint(classes, specs["labels"].shape, generator=random)) for x in images]
-
-
-def verify_network(name: str, plans: tuple[Plan, ...] = PLANS) -> VerifyResult:
-    """Compare a network on ranks with one process, under the first plan that it can have."""
-    model, data = make_network(name)
     optimiser = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
-    for plan in plans:
-        with Cluster(plan.ranks, backend="loopback") as cluster:
-            try:
-                training = Training(model, plan, cluster, data[0][0].shape, optimiser=optimiser)
-            except (PlanError, TraceError):
-                if plan == plans[-1]:
-                    raise
-                continue
-            return training.verify(data)
-    raise AssertionError(name)
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        yield Training(model, plan, cluster, (2, 3, *size), optimiser=optimiser)
 
 
+def verify_network(training: Training, name: str) -> VerifyResult:
+    """Compare a training with one process, in two steps with batches of its own."""
+    random = torch.Generator().manual_seed(4)
+    shape, classes = training.recipe.graph.inputs["labels"].shape, 1 if name == "MONAI Critic" else 3
+    images = [make_images(NETWORKS[name][1], seed) for seed in (2, 3)]
+    return training.verify([(x, torch.randint(classes, shape, generator=random)) for x in images])
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the networks' own packages
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.nightly) for name in NETWORKS]
 )
 def test_no_false_alarm(name: str):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of the networks' own packages
-        proof = verify_network(name)
-        model, data = make_network(name)
-        several = TraceCache(model, data[0][0].shape, nn.CrossEntropyLoss()).get_graph(
-            Plan(split_size=1, parts=2, spatial_size=0)
-        )
+    with training_network(name) as training:
+        proof = verify_network(training, name)
     assert proof["ok"], f"{proof}"
-    assert several.whole
-    assert not several.whole.mixes
+    whole = training.traces.with_batch(4).get_graph(PARTS).whole
+    assert whole
+    assert not whole.mixes
 
 
 OFF = 1 + 1e-6
@@ -121,6 +107,7 @@ def scale_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("put", [scale_halos, scale_sums, scale_norms, scale_steps])
 def test_a_fault_is_found(put: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     put(monkeypatch)
-    proof = verify_network("a segmenter", (Plan(split_size=1, slice_method="1x2"),))
+    with training_network("a segmenter", Plan(split_size=1, slice_method="1x2")) as training:
+        proof = verify_network(training, "a segmenter")
     assert not proof["ok"]
     assert "This is a fault, not rounding" in proof["why"]

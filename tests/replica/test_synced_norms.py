@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import PlanError
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
 from tests.training.test_verify import SGD
@@ -30,16 +31,18 @@ def net() -> nn.Sequential:
     )  # fmt: skip
 
 
-def train_plain(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+def train_plain(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]], loss: Loss = nn.functional.cross_entropy
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train in one process; return the losses and the state."""
     model = copy.deepcopy(model).double()
     optimiser, losses = SGD(model.parameters()), []
     for images, labels in batches:
         optimiser.zero_grad()
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
+        value = loss(model(images), labels)
+        value.backward()
         optimiser.step()
-        losses.append(loss.item())
+        losses.append(value.item())
     return losses, model.state_dict()
 
 

@@ -30,7 +30,8 @@ class Recomputed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images)
         if self.how == "nested":
-            x = checkpoint(lambda y: checkpoint(self.body, y, use_reentrant=True), x, use_reentrant=True)
+            kind = {"use_reentrant": self.reentrant}
+            x = checkpoint(lambda y: checkpoint(self.body, y, **kind), x, **kind)
         elif self.how == "uneven":
             x = self.body(checkpoint(self.body, x, use_reentrant=self.reentrant))
         else:
@@ -45,9 +46,10 @@ class Recomputed(nn.Module):
         (Recomputed("once"), 2),
         (Recomputed("once", reentrant=False), 2),
         (Recomputed("nested"), 3),
+        (Recomputed("nested", reentrant=False), 2),
         (Recomputed("twice", reentrant=False, momentum=None), 4),
     ],
-    ids=["reentrant", "non-reentrant", "nested", "twice"],
+    ids=["reentrant", "non-reentrant", "nested", "nested non-reentrant", "twice"],
 )
 def test_statistics_are_those_of_plain_pytorch(model: Recomputed, passes: int):
     batches = [(torch.randn(SHAPE).double(), torch.tensor([0, 2])) for _ in range(2)]

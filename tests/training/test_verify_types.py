@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.errors import TraceError
+from engines.graph.default_type import use_default_type
 from engines.graph.trace_cache import Loss
+from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
 from engines.program.update import GradientBucket
-from engines.train.default_type import use_default_type
+from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Training
+from tests.replica.test_synced_norms import train_plain
 from tests.training.test_verify import LOSS, SGD, SHAPE, net
 
 
@@ -137,3 +142,84 @@ def test_a_weight_whose_gradient_is_rounding_or_0_in_every_element_is_not_missed
         proof = Training(whole, plan, cluster, (2, 3, 1, 64), optimiser=SGD).verify(data)
     assert proof["ok"], proof
     assert proof["params_rel"] < 1e-10
+
+
+def weigh_classes(prediction: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
+
+
+class Blurred(nn.Module):
+    """A filter that is made in forward, without a type of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(functional.conv2d(images, torch.full((3, 1, 3, 3), 0.1), padding=1, groups=3))
+
+
+@pytest.mark.parametrize(("make", "loss"), [(net, weigh_classes), (Blurred, LOSS)])
+def test_constants_follow_a_plan_of_float64(make: Callable[[], nn.Module], loss: Loss):
+    """The training, the comparison and the predictions are those of one process under this default type."""
+    plan, model = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64"), make()
+    batches = [(torch.randn(SHAPE).double(), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
+    with use_default_type(torch.float64):
+        losses, state = train_plain(model, batches, loss)
+        trained = make().double().eval()
+        trained.load_state_dict(state)
+        wanted = trained(batches[0][0])
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        training = Training(model, plan, cluster, SHAPE, loss=loss, optimiser=SGD)
+        assert [training.step(*batch) for batch in batches] == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(training.predict(batches[0][0]), wanted, rtol=1e-10, atol=1e-12)
+        proof = training.verify()
+    assert proof["ok"], proof
+    assert proof["worst_parameter_rel"] < 1e-10
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_held_out_images_are_judged_with_the_constants_of_the_training():
+    images = SyntheticImages(4, SHAPE[2:], classes=3)
+    with verifying(net(), weigh_classes, precision="float64") as training:
+        history = training.fit(images, progress=False, held_out=images)
+        model = net().double().eval()
+        model.load_state_dict(training.state_dict())
+        pixels = torch.stack([images.part(number, Tile.whole(*SHAPE[2:])) for number in range(4)])
+        with use_default_type(torch.float64):
+            wanted = weigh_classes(model(pixels.double()), torch.tensor([images.label(number) for number in range(4)]))
+    assert history.epochs[0].held_out.loss == pytest.approx(wanted.item(), rel=1e-10)
+
+
+def test_a_type_that_an_operator_refuses_is_refused_before_a_rank_works():
+    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]).double())
+
+    with (
+        pytest.raises(TraceError, match=r"cross_entropy_loss in loss, .* gets tensors of float32 and float64"),
+        verifying(net(), loss),
+    ):
+        pass
+
+
+class Faint(nn.Module):
+    """A layer whose gradient is real, but vanishes beside that of the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.side = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.mean((2, 3))
+        return self.head(x) + 1e-16 * self.side(x)
+
+
+@pytest.mark.parametrize(("rate", "ok"), [(0.01, True), (1e-20, False)])
+def test_a_weight_whose_step_is_less_than_its_last_digit_is_not_missed(rate: float, ok: bool):
+    """But a learning rate that moves nothing at all is."""
+    plan = Plan(split_size=1, slice_method="1x2")
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        proof = Training(Faint(), plan, cluster, SHAPE, optimiser=partial(torch.optim.SGD, lr=rate)).verify()
+    assert proof["ok"] is ok, proof
+    assert ("The optimiser does not move head.weight" in proof.get("why", "")) is not ok
+    assert "side" not in proof.get("why", "")

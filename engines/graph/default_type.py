@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+from engines.graph.model_graph import ModelGraph
 
 _CHANGE = threading.Condition()
 _USERS: Counter[int] = Counter()  # how many contexts each thread is in
@@ -51,3 +53,8 @@ def use_default_type(dtype: torch.dtype) -> Iterator[None]:
 
 
 _OUTSIDE: list[torch.dtype] = []  # the type outside all contexts
+
+
+def use_default_type_of(graph: ModelGraph) -> AbstractContextManager[None]:
+    """Use, within the context, the default type with which a graph was traced."""
+    return use_default_type(getattr(torch, graph.default_type))
