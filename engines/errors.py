@@ -6,6 +6,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
@@ -206,13 +207,39 @@ def describe_working_folder() -> str:
     return "a folder that was deleted: os.chdir to another one" if is_deleted() else str(Path.cwd())
 
 
+def make_path(path: str | PathLike[str]) -> Path:
+    """Return a path under which this process finds the file: names of files are UTF-8, in any locale.
+
+    Python encodes names by the locale. In that of LC_ALL=C without UTF-8 mode it has no letter beyond ASCII, and the
+    bytes of such letters are placeholders, one each.
+
+    >>> os.fsencode(make_path("Hände.png"))
+    b'H\\xc3\\xa4nde.png'
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        with suppress(UnicodeEncodeError):  # half of a surrogate pair is no letter anywhere: opening the file says so
+            return Path(os.fsdecode(error.object.encode("utf-8", "surrogateescape")))
+    return Path(path)
+
+
+def read_name(path: Path) -> str:
+    """Return the name of a file or folder as text, in any locale.
+
+    >>> read_name(Path("data/Hände"))
+    'Hände'
+    """
+    return os.fsencode(path.name).decode("utf-8", "surrogateescape")
+
+
 def make_absolute(path: str | PathLike[str]) -> Path:
     """Return the absolute path; unchanged if the working folder was deleted, so that a relative path leads nowhere.
 
     >>> make_absolute("/a/b").as_posix(), make_absolute("b") == Path.cwd() / "b"
     ('/a/b', True)
     """
-    return Path(path) if is_deleted() else Path(path).absolute()
+    return make_path(path) if is_deleted() else make_path(path).absolute()
 
 
 _LONGEST = 10_000  # characters of an exception's text

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from engines.errors import ImageError, describe_working_folder
+from engines.errors import ImageError, describe_working_folder, make_path, read_name
 from engines.images.examples import Example, ExampleImages
 from engines.images.files import translate_errors
 from engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
@@ -69,7 +69,7 @@ def folder_images(
     (2, ('benign', 'tumour'))
     """
     check_names(names)
-    folder = Path(folder)
+    folder = make_path(folder)
     with translate_errors(folder):
         is_folder = folder.is_dir()
     if not is_folder:
@@ -77,7 +77,7 @@ def folder_images(
             f"{folder} is not a folder (looked for in {describe_working_folder()}). "
             "Give a folder that has a folder of pictures for each class."
         )
-    there = tuple(path.name for path in _list_folders(folder))
+    there = tuple(map(read_name, _list_folders(folder)))
     if names is None:
         _check_no_split(folder, there)
     unknown = sorted(set(there) - set(there if names is None else names))
@@ -86,9 +86,10 @@ def folder_images(
     found: dict[str, list[tuple[Path, str]]] = {}  # the pictures of each class, with the names of their slides
     left_out = list_pictures(folder)
     for name in there:
-        found[name] = [(path, str(path)) for path in _list_images(folder / name)]
-        left_out += _list_unread(folder / name)
-        for slide in _list_folders(folder / name):
+        each = make_path(folder / name)
+        found[name] = [(path, str(path)) for path in _list_images(each)]
+        left_out += _list_unread(each)
+        for slide in _list_folders(each):
             found[name] += [(path, slide.name) for path in _list_images(slide)]
             left_out += _list_unread(slide)
             left_out += [path for deeper in _list_folders(slide) for path in list_pictures(deeper)]

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import ImageError
+from engines.errors import ImageError, make_path
 from engines.images.colour_profile import check_stored_colours
 from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, FileReader, read_head, translate_errors
 from engines.images.picture_reader import (
@@ -226,7 +226,7 @@ def open_image(source: Source) -> Picture:
     ((4, 6), (3, 4, 3))
     """
     if isinstance(source, str | PathLike):
-        return _open_file(Path(source))
+        return _open_file(make_path(source))
     if isinstance(source, torch.Tensor):
         return ArrayPicture("picture", convert_tensor(source))
     if isinstance(source, np.ndarray):

@@ -37,7 +37,7 @@ def find_decoder(path: Path) -> str | None:
     try:
         with open_regular(path) as file:
             data = file.read(MOST_BYTES + 1)
-    except OSError:
+    except (OSError, ValueError):  # or the path is none: a zero byte
         return None
     if data.startswith(_TIFF_HEADS):
         readers: dict[str, Callable[[bytes], object]] = {"Pillow": _decode_by_pillow, "tifffile": _decode_by_tifffile}

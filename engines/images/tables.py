@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ImageError, describe_working_folder
+from engines.errors import ImageError, describe_working_folder, make_path
 from engines.images.examples import Example, ExampleImages, ShapeCache
 from engines.images.mask_file import Ignore, parse_ignored_numbers
 from engines.images.regular_file import is_within, read_bounded
@@ -78,7 +78,7 @@ def table_images(
     # Errors are collected and reported together, so that the user can fix them all at once, in two rounds: the lines by
     # themselves, then the labels and files, which make sense only once every line has been understood.
     check_names(names)
-    table, troubles = Path(table), list[tuple[int, object]]()
+    table, troubles = make_path(table), list[tuple[int, object]]()
     finder = FileFinder(table.parent, table.parent if within is None else within)
     drafts: list[tuple[int, Example, str]] = []  # line, the example without its class, its label
     for line, cells in list(_read_rows(table)):
@@ -169,7 +169,7 @@ def write_table(
     >>> table.read_text().split()
     ['path,label', 'a.png,cancer', 'b.png,healthy']
     """
-    table = Path(table)
+    table = make_path(table)
     lines = [
         [os.path.relpath(value, table.parent) if isinstance(value, Path) else value for value in row] for row in rows
     ]
@@ -252,7 +252,7 @@ class FileFinder:
     def _look_for(self, name: str) -> Path | str:
         if not name:
             return "it has no path"
-        path = self._folder / name
+        path = make_path(self._folder / name)
         if self._is_plain_file(path):
             return path
         # A link, or no file: whether a file outside of the folder is there is not told.

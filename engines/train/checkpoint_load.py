@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.world import run_on_all
-from engines.errors import CheckpointError
+from engines.errors import CheckpointError, make_path
 from engines.formatting import format_names
 from engines.graph.owners import find_first_names, iterate_owners
 from engines.images.shard_reader import SamplerState
@@ -272,7 +272,7 @@ def optimiser_state(
     >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> optimiser.load_state_dict(optimiser_state(folder, model, optimiser))
     """
-    checkpoint = Checkpoint.open(Path(path), lambda found: _check_owners(found, model, loss))
+    checkpoint = Checkpoint.open(make_path(path), lambda found: _check_owners(found, model, loss))
     checkpoint.warn_of_passed_over(stacklevel=2)
     _check_owners(checkpoint, model, loss)
     first = find_first_names(model, loss)  # of tied weights, the name under which the ranks know them
@@ -314,7 +314,7 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     >>> scheduler_state(folder)["last_epoch"]
     1
     """
-    checkpoint = Checkpoint.open(Path(path))  # all files are checked, so that this is the one `optimiser_state` reads
+    checkpoint = Checkpoint.open(make_path(path))  # all files are checked: this is the one `optimiser_state` reads
     checkpoint.warn_of_passed_over(stacklevel=2)
     with checkpoint.translate_errors():
         stored = checkpoint.manifest["scheduler"]

@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engines.errors import PlanError
+from engines.errors import PlanError, make_path
 from engines.formatting import FactTable, format_number, format_percent, format_seconds
 from engines.graph.output_meaning import OutputMeaning, compute_classes
 from engines.images.regular_file import read_bounded
@@ -366,7 +365,7 @@ class EpochLog:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = make_path(path)
         if self.path.suffix not in _FORMS:
             raise PlanError(f"The log {self.path} ends in {self.path.suffix!r}. Choose one of {', '.join(_FORMS)}.")
         self._write, read = _FORMS[self.path.suffix]

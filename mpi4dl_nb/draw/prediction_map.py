@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, PlanError, make_path
 from engines.formatting import format_percent
 from engines.images.examples import find_nearest_pixels
 from engines.images.files import PNG_HEAD, TIFF_HEADS, read_head, translate_errors
@@ -95,7 +95,7 @@ def read_prediction(
     PlanError if the numbers are no classes or their place is not known.
     """
     if isinstance(predicted, str | PathLike):
-        numbers, total, counted, known = _read_file(Path(predicted))
+        numbers, total, counted, known = _read_file(make_path(predicted))
     else:
         numbers = counted = _check_numbers(np.asarray(predicted))
         total, known = numbers.shape, ClassMap()

@@ -220,3 +220,22 @@ def test_a_lock_that_is_left_behind_is_taken(cluster, tmp_path):
     ):
         pass
     assert list_names(tmp_path) == []
+
+
+def test_a_lock_that_goes_while_it_is_opened_is_taken_anew(tmp_path, monkeypatch):
+    """A lock on a file that is no longer in the folder would keep nobody out."""
+    plain, taken = fcntl.flock, []
+
+    def remove_first(handle: int, how: int) -> None:
+        if not taken:
+            (tmp_path / ".lock").unlink()  # the training that had it is done with saving
+        taken.append(handle)
+        plain(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(CheckpointError, match="another training is saving"),
+        lock_folder(tmp_path),
+    ):
+        pass

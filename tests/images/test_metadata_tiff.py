@@ -26,6 +26,7 @@ from raw_tiff import Tags, split_tiles, tile_tags, write_tiff
 
 from engines.images.dataset import IGNORED
 from engines.images.metadata.tiff import TIFF
+from engines.images.tiff_page import TiffPageReader
 
 RGB = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
 GREY, OTHER = RGB[..., 0].copy(), RGB[..., 1].copy()
@@ -305,3 +306,15 @@ def test_every_row_has_a_made_file():
 @pytest.mark.parametrize("row", TIFF, ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     check_row(row, MADE[row.name], tmp_path)
+
+
+def test_a_level_without_a_number_for_blank_tiles_has_that_of_the_full_size(tmp_path):
+    """GDAL writes the tag at the full size alone."""
+    paths = []
+    for name, tags in (("level", {}), ("full", {"t42113": ("s", "7")})):
+        (tmp_path / name).mkdir()
+        paths.append(without_last(GREY, **tags)(tmp_path / name))
+    with tifffile.TiffFile(paths[0]) as level, tifffile.TiffFile(paths[1]) as full:
+        found = np.empty((32, 48, 1), np.uint8)
+        TiffPageReader(paths[0], level.pages[0], base=full.pages[0]).fill(found, 0, 0)
+    assert np.array_equal(found[..., 0], sparse(GREY, 7))

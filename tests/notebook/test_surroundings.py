@@ -93,6 +93,27 @@ def test_no_file_of_a_home_or_of_a_shared_folder_decides_what_mpi_starts(tmp_pat
     assert done.returncode == 0, done.stderr
 
 
+WARNS = """
+import warnings
+from mpi4dl_nb.cluster import Cluster
+
+def warn(host):
+    try:
+        warnings.warn("mine")
+    except UserWarning as error:
+        return str(error)
+
+with Cluster(2) as cluster:
+    assert cluster.call(warn) == ["mine"] * 2
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
+"""
+
+
+def test_ranks_start_where_warnings_are_errors_and_those_of_the_user_stay_errors():
+    done = run(WARNS, PYTHONWARNINGS="error")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("most", [64, 128])
 def test_too_few_open_files_are_told_before_anything_starts(most):
