@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from threading import Timer
 
 import pytest
@@ -17,13 +18,15 @@ import zmq
 from torch.nn.functional import mse_loss
 
 from engines.comm import rank_server
-from engines.comm.rank_server import Failure
+from engines.comm.notebook_imports import pack
+from engines.comm.rank_server import Failure, Reply
 from engines.comm.status_board import RankStatus
 from engines.errors import RankError
 from mpi4dl_nb import Plan, Training
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import call_parts
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
+from mpi4dl_nb.remote_call import Ranks, RemoteCall
 from tests.chaos.links import cut_connections
 
 N = 2
@@ -283,3 +286,27 @@ def test_a_reply_is_fetched_in_parts_each_of_which_is_progress(monkeypatch):
     assert [rank_server.send_part(begin, 3) for begin in (0, 3)] == [b"abc", b"def"]
     assert str(server.board.read()) == "the sending of its result (3 of 8 bytes)"
     assert (rank_server.send_part(6, 3), server.board.read(), server.leaving) == (b"gh", None, b"")
+
+
+def test_a_rank_is_not_taken_for_hanging_because_the_report_that_it_goes_on_is_late():
+    """Rank 0 has waited for rank 1, which has replied; what is known of rank 0 is half a second old."""
+
+    class LateReports(Ranks):
+        def submit(self, rank, common, own):
+            future: Future[bytes] = Future()
+            Timer(0.5 if rank == 1 else 0.6, future.set_result, [pack(Reply(rank))]).start()
+            return future
+
+        def find_stalled_ranks(self):
+            return {0: StalledRank(RankStatus("all-reduce", time.monotonic() - 9, waits=True))}
+
+        def capture_output(self):
+            return nullcontext()
+
+        def read_output(self):
+            return []
+
+    call = RemoteCall(LateReports(), print, hang_after_s=0.3)
+    call.run(b"", [b"", b""])
+    assert call.hang is None
+    assert {rank: reply.value for rank, reply in call.answers.items()} == {0: 0, 1: 1}
