@@ -40,17 +40,18 @@ class Hang:
 
 
 def find_hang(
-    working: Collection[int], still: Mapping[int, StalledRank], after_s: float, began_s: float
+    working: Collection[int], still: Mapping[int, StalledRank], after_s: float, since_s: float
 ) -> Hang | None:
     """Return the hang of the working ranks, or None.
 
     The ranks hang if none has made progress for `after_s` seconds, and one waits, was stopped, is idle or silent. Time
-    before `began_s` (of `time.monotonic()`) does not count, because reports of ranks may be half a second old. A rank
-    that computes for long is no hang as long as no rank waits for it, nor are waiting ranks while another one makes
-    progress. A rank with work that is idle has not received it, or its reply does not arrive. Of a silent rank, it is
-    unknown whether it makes progress.
+    before `since_s` (of `time.monotonic()`), the begin of the call or its last reply, does not count: reports may be
+    half a second old, and a rank that is reported to wait may have got its message from the one that has replied. A
+    rank that computes for long is no hang as long as no rank waits for it, nor are waiting ranks while another one
+    makes progress. A rank with work that is idle has not received it, or its reply does not arrive. Of a silent rank,
+    it is unknown whether it makes progress.
     """
-    if time.monotonic() - began_s < after_s:
+    if time.monotonic() - since_s < after_s:
         return None
     # One rank that progresses is enough to rule a hang out: the others wait for it, or will be waited for by it.
     #
@@ -184,7 +185,7 @@ class RemoteCall:
         self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late or (lambda: False)
         self._show = show
         self._interrupted = False
-        self._began_s = time.monotonic()
+        self._progress_s = time.monotonic()
         self.hang: Hang | None = None
         self.answers: dict[int, Reply] = {}
         self._exits: dict[int, RankExit] = {}
@@ -266,9 +267,10 @@ class RemoteCall:
                 if rank in lost:
                     self._exits[rank] = lost[rank]
                 self.answers[rank] = self._read_reply(rank, future)
+                self._progress_s = time.monotonic()
             if until_failure:
                 self.hang = find_hang(
-                    self.waiting.values(), self._ranks.find_stalled_ranks(), self._hang_after_s, self._began_s
+                    self.waiting.values(), self._ranks.find_stalled_ranks(), self._hang_after_s, self._progress_s
                 )
                 if self.waiting and self._is_late():
                     raise CallInterrupted

@@ -60,7 +60,8 @@ class RankServer:
         self.predictions: dict[str, Any] = {}
         self.calibration: Any = None
         self.walk: RankStepper | None = None
-        self.parcel: bytearray | None = None
+        self.arriving: bytearray | None = None  # parts of the next call
+        self.leaving = b""  # the last reply, of which parts are still to be fetched
 
     def abort_debug_step(self) -> None:
         """Abort the debug step, if any: its pending messages must not match those of other work. Collective."""
@@ -156,7 +157,9 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
             yield frame.filename, frame.lineno or 0, frame.name
 
 
-def execute(host: RankServer, common: bytes | bytearray, own: bytes, followed: NotebookImports | None = None) -> bytes:
+def execute(
+    host: RankServer, common: bytes | memoryview, own: bytes | memoryview, followed: NotebookImports | None = None
+) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
 
     If the function fails, its communicator is revoked first, so that no other rank waits for this one. A debug step is
@@ -265,33 +268,63 @@ def join() -> tuple[int, int, int]:
     return world.rank, world.size, os.getpid()
 
 
-# A call whose arguments are large comes in parts, each of which is one message:
+# What is large comes in parts, and goes in parts, each of which is one message:
 #
-#     receive_part   receive_part   ...   run(None, ...)
+#     notebook ──>   receive_part   receive_part  ...  run(sizes)              send_part      send_part   ...
+#          rank                                            └──> size of reply      └──> part      └──> part
 #
-# Each part that arrives changes the rank's status. So the time of sending is no hang, whatever the size and the link,
-# but a link that sends nothing any more is one.
+# Each part changes the rank's status. So the time of a transfer is no hang, whatever the size and the link, but a link
+# that sends nothing any more is one. The notebook asks for a part of the reply when the one before has arrived: a rank
+# could only tell when it has put its parts into a queue.
 def receive_part(part: bytes, begin: int, total_bytes: int) -> None:
     """Keep a part of the next call, which begins at the byte `begin` of `total_bytes`."""
     host = _get_server()
-    host.board.report(f"the arrival of its work ({begin + len(part):,} of {total_bytes:,} bytes)".encode())
+    _report_transfer(host, "arrival of its work", begin + len(part), total_bytes)
     if begin == 0:
-        host.parcel = bytearray()
-    if host.parcel is None or len(host.parcel) != begin:  # one before this was lost: this call will say so
-        host.parcel = None
+        host.arriving = bytearray()
+    if host.arriving is None or len(host.arriving) != begin:  # one before this was lost: this call will say so
+        host.arriving = None
     else:
-        host.parcel += part
-    host.board.report_waiting(True)
+        host.arriving += part
 
 
-def _take_parcel(host: RankServer, total_bytes: int) -> bytearray:
-    parcel, host.parcel = host.parcel, None
-    if parcel is None or len(parcel) != total_bytes:
+def _take_work(host: RankServer, common_bytes: int, own_bytes: int) -> tuple[memoryview, memoryview]:
+    """Return the two pieces of what has arrived in parts. Raises RankError if a part is missing."""
+    arrived, host.arriving = host.arriving, None
+    total_bytes = common_bytes + own_bytes
+    if arrived is None or len(arrived) != total_bytes:
         raise RankError(
-            f"of the {total_bytes:,} bytes of its work {len(parcel or b''):,} have arrived: the connection was cut, or "
-            "its memory is full. Call again."
+            f"of the {total_bytes:,} bytes of its work {len(arrived or b''):,} have arrived: the connection was cut, "
+            "or its memory is full. Call again."
         )
-    return parcel
+    whole = memoryview(arrived)
+    return whole[:common_bytes], whole[common_bytes:]
+
+
+def send_part(begin: int, part_bytes: int) -> bytes:
+    """Return the part of the last reply that begins at the byte `begin`; the last one ends the rank's work."""
+    host = _get_server()
+    part = host.leaving[begin : begin + part_bytes]
+    if begin + part_bytes < len(host.leaving):
+        _report_transfer(host, "sending of its result", begin, len(host.leaving))
+    else:
+        host.leaving = b""
+        host.board.report(b"")
+    return part
+
+
+def _keep_large(host: RankServer, reply: bytes, part_bytes: int) -> bytes | int:
+    """Return a reply, or only its size if it is larger than a part: the notebook then fetches it."""
+    host.leaving = reply if len(reply) > part_bytes else b""
+    if not host.leaving:
+        return reply
+    _report_transfer(host, "sending of its result", 0, len(reply))
+    return len(reply)
+
+
+def _report_transfer(host: RankServer, what: str, done_bytes: int, total_bytes: int) -> None:
+    host.board.report(f"the {what} ({done_bytes:,} of {total_bytes:,} bytes)".encode())
+    host.board.report_waiting(True)
 
 
 def _is_in_finaliser(frame: FrameType | None) -> bool:
@@ -301,10 +334,11 @@ def _is_in_finaliser(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def run(common: bytes | int, own: bytes, followed: NotebookImports) -> bytes:
+def run(common: bytes | int, own: bytes | int, followed: NotebookImports, part_bytes: int) -> bytes | int:
     """Call `execute` on this MPI process; the first SIGINT interrupts it.
 
-    Instead of `common` it may get the length of the parts that have arrived before.
+    Instead of `common` and `own` it may get their sizes, after parts. A reply of more than `part_bytes` is kept for
+    `send_part`, and its size returned.
     """
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
@@ -324,10 +358,13 @@ def run(common: bytes | int, own: bytes, followed: NotebookImports) -> bytes:
 
     signal.signal(signal.SIGINT, interrupt_once)
     try:
-        return execute(host, _take_parcel(host, common) if isinstance(common, int) else common, own, followed)
+        if isinstance(common, int) and isinstance(own, int):
+            common, own = _take_work(host, common, own)
+        reply = execute(host, common, own, followed)
     except RankError as error:  # parts that have not arrived
-        return _revoke_and_reply(host, error, before)
+        reply = _revoke_and_reply(host, error, before)
     except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
-        return _revoke_and_reply(host, error, before)
+        reply = _revoke_and_reply(host, error, before)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next call: an interrupt could lose the reply
+    return _keep_large(host, reply, part_bytes)

@@ -21,6 +21,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLa
 from engines.comm import rank_server, start, supervisor
 from engines.comm.output import OutputLine
 from engines.errors import RankError
+from mpi4dl_nb.launch.call_parts import call_in_parts
 from mpi4dl_nb.launch.closed_ports import close_ports
 from mpi4dl_nb.launch.cluster_processes import ClusterProcesses
 from mpi4dl_nb.launch.hosts import Hosts
@@ -47,7 +48,6 @@ _ALONE = {start.SAFE: "1", "PYTHONWARNINGS": "ignore"}
 
 _LOOK_S, _EXPLAIN_S, _STOP_S = 0.1, 0.5, 30.0
 _CONNECT_S = 300.0  # more than any limit of a start: the start is watched, and given up by these limits
-_PART_BYTES, _MOST_PARTS = 4 << 20, 400  # ZeroMQ drops messages of a queue of more than 1,000
 _NANNY_FAILED = b"RuntimeError: nanny failed"  # the words of an engine, which then computes for ever
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in start order
 
@@ -321,27 +321,18 @@ class MpiRanks:
         return self._n
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
-        """Send one message to one engine, so that its failure is known while other ranks are still working."""
+        """Call one engine, so that its failure is known while other ranks are still working."""
         try:
             view = self._views[rank]
             for numbers in (self._client.history, view.history, view.outstanding):
                 numbers.clear()  # earlier messages, all of which ipyparallel would keep
-            asked = view.apply_async(rank_server.run, self._send_parts(view, common), own, self._follow)
-            self._outputs[rank].add_call(self._client.metadata, asked.msg_ids[0])
-            return asked
+            asked, reply = call_in_parts(view, common, own, self._follow)
+            self._outputs[rank].add_call(self._client.metadata, asked)
+            return reply
         except IndexError as error:  # the engine is gone, and its id with it
             gone: Future[bytes] = Future()
             gone.set_exception(error)
             return gone
-
-    def _send_parts(self, view: ipyparallel.DirectView, common: bytes) -> bytes | int:
-        """Send what is large in parts, before the call itself, and return what the call needs to find it."""
-        if len(common) <= _PART_BYTES:
-            return common
-        step = max(_PART_BYTES, len(common) // _MOST_PARTS)
-        for begin in range(0, len(common), step):
-            view.apply_async(rank_server.receive_part, common[begin : begin + step], begin, len(common))
-        return len(common)
 
     def interrupt(self) -> None:
         """Send SIGINT to each engine, and return once they have it, so that it cannot hit the next call."""

@@ -8,18 +8,25 @@ from __future__ import annotations
 import re
 import sys
 import time
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from threading import Timer
 
-import ipyparallel
 import pytest
 import torch
+import zmq
+from torch.nn.functional import mse_loss
 
 from engines.comm import rank_server
-from engines.comm.rank_server import Failure
+from engines.comm.notebook_imports import pack
+from engines.comm.rank_server import Failure, Reply
 from engines.comm.status_board import RankStatus
 from engines.errors import RankError
+from mpi4dl_nb import Plan, Training
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch import call_parts
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
+from mpi4dl_nb.remote_call import Ranks, RemoteCall
 from tests.chaos.links import cut_connections
 
 N = 2
@@ -166,25 +173,59 @@ def test_an_argument_that_raises_while_it_is_unpickled_is_told(cluster):
     assert "what it was sent cannot be unpickled: ValueError: no such version" in str(error)
 
 
-@over_mpi
-def test_the_time_to_send_a_large_argument_is_no_hang(cluster, monkeypatch):
-    """Each part takes 0.4 s here, as over a slow link: together twice as long as a rank may stand still."""
-    large = torch.arange(5 << 20, dtype=torch.float32)  # 20 MiB: five parts and a little more
-    begin = ipyparallel.DirectView.apply_async
+@contextmanager
+def slow_link(cluster: Cluster, bytes_per_s: float):
+    """Let each message between the notebook and the ranks take its time; parts are small, so that little shows it."""
+    session = cluster._ranks._client.session
+    send, read = session.send, session.deserialize
 
-    def begin_slowly(view, function, *args):
-        if function is rank_server.receive_part:
-            time.sleep(0.4)
-        return begin(view, function, *args)
+    def send_slowly(stream, message, *args, buffers=None, **more):
+        time.sleep(sum(map(len, buffers or ())) / bytes_per_s)
+        sent = send(stream, message, *args, buffers=buffers, **more)
+        stream.flush(zmq.POLLOUT)  # before the next one has waited
+        return sent
 
-    monkeypatch.setattr(ipyparallel.DirectView, "apply_async", begin_slowly)
-    cluster.hang_after_s = 2
-    try:
+    def read_slowly(frames, *args, **more):
+        time.sleep(sum(map(len, frames)) / bytes_per_s)
+        return read(frames, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "send", send_slowly)
+        patch.setattr(session, "deserialize", read_slowly)
+        patch.setattr(call_parts, "PART_BYTES", 1 << 16)
+        patch.setattr(cluster, "hang_after_s", 1.5)
         start_s = time.monotonic()
-        assert cluster.call(lambda host, x: (x.numel(), float(x[-1])), large) == [(5 << 20, float(large[-1]))] * N
-        assert time.monotonic() - start_s > 4
-    finally:
-        cluster.hang_after_s = 300
+        yield
+        assert time.monotonic() - start_s > 3.5  # long enough to be taken for a hang
+
+
+LARGE = bytes(range(256)) * 4096  # 1 MiB
+
+
+@over_mpi
+def test_the_time_to_send_a_large_argument_is_no_hang(cluster):
+    with slow_link(cluster, 1 << 19):
+        assert cluster.call(lambda host, x: x == bytes(range(256)) * 4096, LARGE) == [True] * N
+
+
+@over_mpi
+def test_the_time_to_send_the_tiles_of_a_large_batch_is_no_hang(cluster):
+    plan = Plan(split_size=1, num_spatial_parts=(2,), slice_method="vertical")
+    images, targets = torch.rand(1, 3, 256, 512), torch.rand(1, 1, 256, 512)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 1, 1))
+    training = Training(model, plan, cluster, images.shape, loss=mse_loss, labels=targets)
+    training.step(images, targets)  # the first step takes longer than others
+    model.load_state_dict(training.state_dict())
+    wanted = float(mse_loss(model(images), targets).detach())
+    with slow_link(cluster, 1 << 19):
+        assert training.step(images, targets) == pytest.approx(wanted, rel=1e-5)
+
+
+@over_mpi
+def test_the_time_to_send_a_large_result_is_no_hang(cluster):
+    with slow_link(cluster, 1 << 19):
+        assert cluster.call(lambda host: bytes(range(256)) * 4096) == [LARGE] * N
+    assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * N
 
 
 @pytest.mark.nightly
@@ -217,7 +258,7 @@ def test_where_all_helpers_run_a_message_that_has_not_arrived_may_have_been_cut(
 
 def test_parts_that_are_lost_are_said(monkeypatch):
     class Server:
-        parcel, board = None, rank_server.StatusBoard()
+        arriving, leaving, board = None, b"", rank_server.StatusBoard()
 
     server = Server()
     monkeypatch.setattr(rank_server, "_get_server", lambda: server)
@@ -226,8 +267,46 @@ def test_parts_that_are_lost_are_said(monkeypatch):
     assert server.board.read().waits
     rank_server.receive_part(b"def", 3, 9)
     rank_server.receive_part(b"ghi", 6, 9)
-    assert rank_server._take_parcel(server, 9) == b"abcdefghi"
+    assert [bytes(piece) for piece in rank_server._take_work(server, 2, 7)] == [b"ab", b"cdefghi"]
     rank_server.receive_part(b"abc", 0, 9)
     rank_server.receive_part(b"ghi", 6, 9)
     with pytest.raises(RankError, match="of the 9 bytes of its work 0 have arrived"):
-        rank_server._take_parcel(server, 9)
+        rank_server._take_work(server, 2, 7)
+
+
+def test_a_reply_is_fetched_in_parts_each_of_which_is_progress(monkeypatch):
+    class Server:
+        leaving, board = b"", rank_server.StatusBoard()
+
+    server = Server()
+    monkeypatch.setattr(rank_server, "_get_server", lambda: server)
+    assert rank_server._keep_large(server, b"abc", 3) == b"abc"
+    assert (rank_server._keep_large(server, b"abcdefgh", 3), server.board.read().waits) == (8, True)
+    assert str(server.board.read()) == "the sending of its result (0 of 8 bytes)"
+    assert [rank_server.send_part(begin, 3) for begin in (0, 3)] == [b"abc", b"def"]
+    assert str(server.board.read()) == "the sending of its result (3 of 8 bytes)"
+    assert (rank_server.send_part(6, 3), server.board.read(), server.leaving) == (b"gh", None, b"")
+
+
+def test_a_rank_is_not_taken_for_hanging_because_the_report_that_it_goes_on_is_late():
+    """Rank 0 has waited for rank 1, which has replied; what is known of rank 0 is half a second old."""
+
+    class LateReports(Ranks):
+        def submit(self, rank, common, own):
+            future: Future[bytes] = Future()
+            Timer(0.5 if rank == 1 else 0.6, future.set_result, [pack(Reply(rank))]).start()
+            return future
+
+        def find_stalled_ranks(self):
+            return {0: StalledRank(RankStatus("all-reduce", time.monotonic() - 9, waits=True))}
+
+        def capture_output(self):
+            return nullcontext()
+
+        def read_output(self):
+            return []
+
+    call = RemoteCall(LateReports(), print, hang_after_s=0.3)
+    call.run(b"", [b"", b""])
+    assert call.hang is None
+    assert {rank: reply.value for rank, reply in call.answers.items()} == {0: 0, 1: 1}

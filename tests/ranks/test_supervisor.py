@@ -168,7 +168,7 @@ def test_a_supervisor_that_is_not_heard_any_more_watches_no_more(monkeypatch):
         1: (True, False),
         2: (False, True),
     }
-    hang = find_hang((0, 1, 2), found, after_s=3, began_s=time.monotonic() - 20)
+    hang = find_hang((0, 1, 2), found, after_s=3, since_s=time.monotonic() - 20)
     assert hang.words.startswith("Rank 0 does not go on: no report of it has arrived for 3.5 s.")
     take(reports, line(0, "watches") + line(1, "watches"))
     assert {rank: still.silent for rank, still in reports.find_stalled_ranks().items()} == {1: False, 2: False}
@@ -254,9 +254,9 @@ def test_who_hangs(ranks: dict[int, tuple[float, bool, str]], who: int | None):
         rank: StalledRank(RankStatus("" if why == IDLE else "work", now_s - ago_s, 1, waits), why)
         for rank, (ago_s, waits, why) in ranks.items()
     }
-    hang = find_hang((0, 1), found, after_s=5, began_s=now_s - 20)
+    hang = find_hang((0, 1), found, after_s=5, since_s=now_s - 20)
     assert (hang.rank if hang else None) == who
-    assert find_hang((0, 1), found, after_s=5, began_s=now_s - 1) is None
+    assert find_hang((0, 1), found, after_s=5, since_s=now_s - 1) is None
 
 
 def test_a_board_holds_what_fits_on_it():
