@@ -132,8 +132,8 @@ def describe_value(value: object) -> str:
 
 
 def format_packing(labels: object) -> str:
-    """Return how a dict of label tensors becomes one tensor, which the loss takes apart; empty for other labels."""
-    if not isinstance(labels, Mapping) or not labels:
+    """Return how a dict of label tensors becomes one tensor, which the loss takes apart; empty for others."""
+    if not isinstance(labels, Mapping) or len(labels) < 2:
         return ""
     parts = list(labels.items())
     if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(parts[0][1]) for _, part in parts):

@@ -77,8 +77,8 @@ class TraceCache:
             labels = TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
         elif labels is not None:
             raise ImageError(
-                f"labels is {describe_value(labels)}, but must be an example tensor of the labels of a batch, such as "
-                "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
+                f"labels is {describe_value(labels)}, but must be an example tensor of the labels of one batch, "
+                "such as torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
                 f"{format_packing(labels)}"
             )
         object.__setattr__(self, "labels", labels)

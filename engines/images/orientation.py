@@ -38,7 +38,7 @@ def find_stored_tile(tile: Tile, shape: tuple[int, int], orientation: int) -> Ti
     """Return where a tile of an upright image of `shape` is stored.
 
     >>> find_stored_tile(Tile(Span(0, 1), Span(0, 2)), (3, 2), 6)
-    Tile(rows=Span(start=0, stop=2), cols=Span(start=0, stop=1))
+    Tile(Span(start=0, stop=2), Span(start=0, stop=1))
     """
     rows, cols = tile.rows, tile.cols
     if orientation in _ROWS_REVERSED:

@@ -59,7 +59,7 @@ def plain_losses(model: nn.Module, loss: Callable[[Any, Tensor], Tensor], steps:
 
 STEPS = {
     "a list of tensors": ([X, X], Y, r"images are a list of 2 tensors, .*torch\.stack\(images\)"),
-    "a dict": (X, {"y": Y}, r"labels are a dict of 'y', .*batch\['y'\]"),
+    "a dict": (X, {"y": Y}, r"labels are a dict of 'y' .*batch\['y'\]"),
     "nothing": (X, None, r"labels are None, .* A step takes images and their labels"),
     "a file": ("a.png", Y, r"images are a str, .* read by folder_images"),
     "an object": (object(), Y, r"images are a object, .* Give a tensor or an array"),

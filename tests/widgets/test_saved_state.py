@@ -13,7 +13,7 @@ import ipywidgets
 import numpy as np
 import pytest
 import torch
-from ipywidgets.embed import embed_data
+from ipywidgets.embed import dependency_state, embed_data
 from PIL import Image
 from torch import nn
 
@@ -54,7 +54,9 @@ def list_texts(value: Any) -> Iterator[str | bytes]:
 
 def find_saved(widget: ipywidgets.Widget) -> tuple[bool, bool]:
     """Whether the state of the widget and its parts, or what it displays, has images, and the file's name."""
-    state = embed_data([widget])["manager_state"]["state"]
+    # Of this widget and its parts: other widgets of the process may be open.
+    own = dependency_state([widget], drop_defaults=False)
+    state = embed_data([widget], state=own)["manager_state"]["state"]
     for model in state.values():  # the code of the widgets is the same whatever they show
         model["state"] = {key: value for key, value in model["state"].items() if key not in ("_esm", "_css")}
     texts = [*list_texts(state), *list_texts(widget._repr_mimebundle_()), *list_texts(widget._snapshot_html)]

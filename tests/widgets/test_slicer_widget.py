@@ -217,7 +217,7 @@ def test_the_page_gets_the_pixels_of_the_picture():
 
 
 def test_each_tile_is_answered_also_those_that_cannot_be_read(monkeypatch):
-    slicer, sent, encode = Slicer(TISSUE, PLAN), [], module.encode_tile
+    slicer, sent, encode = Slicer(immunohistochemistry()[:300, :500], PLAN), [], module.encode_tile
 
     def encode_some(picture, *place):
         if place == (0, 0, 0):
