@@ -58,12 +58,22 @@ def flags(files: Path, **others: object) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
-def test_weights_of_a_checkpoint_need_no_other_file_of_it(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("loss", "labels", "meaning"),
+    [
+        (nn.CrossEntropyLoss(), torch.zeros(1, dtype=torch.long), OutputMeaning.CLASSES),
+        (nn.BCEWithLogitsLoss(), torch.zeros(1, 2), OutputMeaning.LABELS),
+    ],
+)
+def test_weights_of_a_checkpoint_need_no_other_file_of_it(
+    loss: nn.Module, labels: torch.Tensor, meaning: OutputMeaning, tmp_path: Path
+):
     model, other = (nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(32, 2)) for _ in range(2))
     with Cluster(1, backend="loopback") as cluster:
-        path = Training(model, Plan(split_size=1, spatial_size=0), cluster, (1, 3, 4, 4)).save(tmp_path)
+        plan = Plan(split_size=1, spatial_size=0)
+        path = Training(model, plan, cluster, (1, 3, 4, 4), loss=loss, labels=labels).save(tmp_path)
     (path / "training.safetensors").unlink()
-    assert load_weights(other, tmp_path) is OutputMeaning.CLASSES
+    assert load_weights(other, tmp_path) is meaning
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 

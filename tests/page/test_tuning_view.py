@@ -40,7 +40,9 @@ def found():
 def shown(chromium, found):
     candidates, limit, too_large = found
     asked = []
-    view = TuningView(lambda plan: asked.append(("choose", plan)), lambda plan: asked.append(("measure", plan)), lambda _: True)
+    view = TuningView(
+        lambda plan: asked.append(("choose", plan)), lambda plan: asked.append(("measure", plan)), lambda _: True
+    )
     view.words = pack_points(make_points(candidates, None, limit, too_large), limit)
     view.chosen = repr(candidates[0].plan)
     harness = PageHarness(chromium, view)

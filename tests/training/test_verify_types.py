@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.comm.loopback import run_ranks
 from engines.errors import TraceError
 from engines.graph.default_type import use_default_type
 from engines.graph.trace_cache import Loss
@@ -21,6 +22,8 @@ from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
 from engines.program.update import GradientBucket
 from engines.spatial.tiles import Tile
+from engines.train.recipe import prepare
+from engines.train.verify import verify
 from mpi4dl_nb import Cluster, Training
 from tests.replica.test_synced_norms import train_plain
 from tests.training.test_verify import LOSS, SGD, SHAPE, net
@@ -62,6 +65,18 @@ def test_constants_of_a_loss_follow_to_float64(precision: str):
     assert proof["ok"], proof
     assert proof["dtype"] == "float64"
     assert proof["worst_parameter_rel"] < 1e-10
+
+
+def test_one_process_computes_in_float64_whatever_the_type_of_the_ranks():
+    """As for the command, whose ranks are in the precision of the plan: constants follow on one side alone."""
+    recipe = prepare(model := net(), Plan(split_size=2, spatial_size=1, slice_method="1x2"), SHAPE, follow_type)
+    proof = run_ranks(recipe.plan.ranks, lambda world: verify(world, recipe, model, follow_type, 0))[0]
+    assert proof["ok"], proof
+    assert "cannot compute the model in float64" not in proof.get("why", "")
+
+
+def follow_type(prediction: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
 
 
 def test_a_loss_that_casts_to_float32_itself_meets_constants_of_float32():
