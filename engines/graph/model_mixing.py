@@ -47,6 +47,9 @@ class ModelAnalysis(LossAnalysis):
         """Return where the model computes with several images at once; empty if it does not, as far as can be told."""
         if not self.twins:
             return "its operators, which are others for other numbers of images"
+        # A norm that is called twice updates its statistics twice for one micro-batch, and only then for the next one.
+        norms = [node.called for node in self.layers if node.operator == "aten.batch_norm.default"]
+        self.apart |= len(set(norms)) < len(norms)
         for node in self.layers:
             self.aggregations[node.name] = found = self._compute_layer(node)
             rows = found.kind is AggregationKind.ROWS
@@ -61,8 +64,9 @@ class ModelAnalysis(LossAnalysis):
             return BatchAggregation(AggregationKind.UNKNOWN)
         if node.operator == "aten.batch_norm.default" and node.arguments["training"]:
             self.apart |= node.called not in self.norms
-        if uses_generator(node) or find_sample_number(self.graph, node) is not None:
-            self.apart |= uses_generator(node) or self.find_node_axis(node) != 0
+        by_position = find_sample_number(self.graph, node) is not None
+        if by_position or uses_generator(node):
+            self.apart |= not by_position or self.find_node_axis(node) != 0
             if (found := self._compute_draw(node, shares)) is not None:
                 return found
         found = self.apply_rule(node)
