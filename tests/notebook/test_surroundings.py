@@ -44,8 +44,8 @@ def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
     assert list(tmp_path.iterdir()) == []
 
 
-# Each makes MPI fail where it is read.
-PLANTED = {".openmpi": "btl = nosuch\n", ".prte": "ess = nosuch\n", ".pmix": "gds = nosuch\n"}
+# Each makes MPI fail where it is read (`btl` would not: ranks have a variable for it).
+PLANTED = {".openmpi": "pml = nosuch\n", ".prte": "ess = nosuch\n", ".pmix": "gds = nosuch\n"}
 SEES = """
 import os, psutil
 from mpi4dl_nb.cluster import Cluster

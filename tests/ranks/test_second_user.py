@@ -85,7 +85,7 @@ def shared(other, monkeypatch) -> Iterator[Path]:
     """A folder for temporary files where everyone may write, in which the other user has planted settings of MPI."""
     folder = Path(tempfile.mkdtemp(prefix="m4d-shared-"))
     folder.chmod(0o1777)
-    for name, text in {".openmpi": "btl = nosuch", ".prte": "ess = nosuch", ".pmix": "gds = nosuch"}.items():
+    for name, text in {".openmpi": "pml = nosuch", ".prte": "ess = nosuch", ".pmix": "gds = nosuch"}.items():
         (folder / name).mkdir()
         (folder / name / "mca-params.conf").write_text(f"{text}\n", encoding="utf-8")
         for path in (folder / name, folder / name / "mca-params.conf"):
