@@ -58,6 +58,7 @@ def test_a_training_without_a_checkpoint_names_none():
         assert not getattr(caught.value, "__notes__", ())
 
 
+@pytest.mark.nightly
 def test_after_the_death_of_a_rank_the_error_gives_the_call(tmp_path: Path):
     with Cluster(2) as cluster:
         training = make_training(cluster)

@@ -109,6 +109,7 @@ with Cluster(2) as cluster:
 """
 
 
+@pytest.mark.nightly
 def test_ranks_start_where_warnings_are_errors_and_those_of_the_user_stay_errors():
     done = run(WARNS, PYTHONWARNINGS="error")
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[list[dict[str, 
     return [json.loads(line) for line in lines[:3]], "\n".join(lines[3:])
 
 
+@pytest.mark.nightly
 def test_it_prints_the_best_plans_by_speed_or_memory(capsys):
     fast, why = run(capsys)
     assert [each["images_per_s"] for each in fast] == sorted((each["images_per_s"] for each in fast), reverse=True)
