@@ -67,8 +67,8 @@ def check_forward(model: nn.Module) -> None:
     ]
     if len(needed) == 1 or (not needed and parameters):
         return
-    name = type(model).__name__
-    takes = f"The forward of {name} takes {', '.join(needed) or 'no argument'}, but ranks call model(images)"
+    listed = ", ".join(needed) or "no argument"
+    takes = f"The forward of {type(model).__name__} takes {listed}, but ranks call model(images)"
     if not needed:
         raise TraceError(f"{takes}. Let it take the images.")
     images = [argument for argument in needed if argument.lower() not in _LABELS] or needed[:1]
@@ -77,7 +77,7 @@ def check_forward(model: nn.Module) -> None:
         raise TraceError(
             f"{takes} and then loss(prediction, labels). Give {labels} to the loss alone, Training(..., loss=...), and "
             f"as the model Around(model), which predicts without {labels}:\n"
-            + _format_wrap(", ".join("images" if each in images else "None" for each in needed))
+            + _format_wrap(", ".join(f"{name}={'images' if name in images else 'None'}" for name in needed))
         )
     raise TraceError(
         f"{takes}, one tensor. If all of them are images, stack them along their channels, "

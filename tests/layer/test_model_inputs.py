@@ -23,7 +23,7 @@ def run_wrap(message: str, model: nn.Module) -> nn.Module:
 
 
 def check_training(
-    model: nn.Module, wrapped: nn.Module, inputs, images, labels, loss=nn.functional.cross_entropy
+    model: nn.Module, wrapped: nn.Module, inputs, images, labels, loss=nn.functional.cross_entropy, prefix="model."
 ) -> None:
     """Train a wrapped model on ranks, and the model itself plainly on its own inputs: weights are the same."""
     plain = copy.deepcopy(model)
@@ -35,7 +35,7 @@ def check_training(
         training.step(images, labels)
         trained = training.state_dict()
     for name, weight in plain.state_dict().items():
-        torch.testing.assert_close(trained[f"model.{name}"], weight, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(trained[f"{prefix}{name}"], weight, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +104,21 @@ class ComputesItsLoss(nn.Module):
         return prediction if labels is None else nn.functional.cross_entropy(prediction, labels)
 
 
-def test_labels_belong_to_the_loss():
+class NamesItsLabels(ComputesItsLoss):
+    """Takes labels by their name only."""
+
+    def forward(self, x, *, labels):
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("kind", [ComputesItsLoss, NamesItsLabels])
+def test_labels_belong_to_the_loss(kind):
     images, labels = torch.randn(2, 3, 8, 8).double(), torch.tensor([0, 2])
-    model = ComputesItsLoss()
+    model = kind()
     with pytest.raises(TraceError, match="Give labels to the loss alone") as caught:
         forecast(model, LAYERS, images.shape, "Summit")
-    check_training(model, run_wrap(str(caught.value), model), [images, None], images, labels)
+    wrapped = run_wrap(str(caught.value), model)
+    check_training(wrapped, wrapped, [images], images, labels, prefix="")
 
 
 class Fewest(nn.Module):
