@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jupyter_client.localinterfaces import local_ips
+
 from engines.comm.start import MPI_HOME, USER_HOME, add_variables, enter_folder
 from engines.errors import PlanError
 from mpi4dl_nb.launch.host_agent import find_network, find_own_address
@@ -165,6 +167,10 @@ class MultiHost:
     def prepare(self, home: str) -> None:
         """Check that all hosts answer and are alike. Raises RankError that names the host and a remedy."""
         words = [sys.executable, "-c", BOOT]
+        # Jupyter reads this machine's addresses once in the life of a process. One that came later (a VPN, another
+        # Wi-Fi) would be taken for another machine's, and the client would warn that it can't reach the controller.
+        if self.address not in local_ips():
+            local_ips().append(self.address)
         hosts = [share.name for share in self.shares]
         commands = {host: self.reach.make_command(host, self.addresses[host], words) for host in hosts}
         towards = {host: find_own_address(self.addresses[host]) or self.address for host in hosts}

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from jupyter_client.localinterfaces import local_ips
 from torch import nn
 
 from engines.errors import RankError
@@ -28,6 +29,7 @@ NAMED = r"Rank 1: its host node2 \(rank 1\) has not answered for \d\.\d s: it is
 def hosts():
     if why := why_not():
         pytest.skip(why)
+    local_ips()  # Jupyter keeps them, and the hosts' network comes later
     with namespaces(2) as hosts:
         yield hosts
 
