@@ -39,9 +39,22 @@ def format_seconds(seconds: float, digits: int = 3) -> str:
     >>> format_seconds(12.3), format_seconds(0.01234), format_seconds(0.0000051, 2), format_seconds(0)
     ('12.3 s', '12.3 ms', '5.1 µs', '0 s')
     """
-    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-    unit = next((unit for unit, size in units.items() if seconds >= size), "µs") if seconds else "s"
-    return f"{format_number(seconds / units[unit], digits)} {unit}"
+    return _format_in_units(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6}, digits) if seconds else "0 s"
+
+
+def format_flops(count: float) -> str:
+    """Format an amount of arithmetic, in floating-point operations.
+
+    >>> format_flops(2.5e12), format_flops(81_600_000), format_flops(1234), format_flops(0)
+    ('2.50 TFLOP', '81.6 MFLOP', '1.23 kFLOP', '0 kFLOP')
+    """
+    return _format_in_units(count, {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3})
+
+
+def _format_in_units(value: float, units: Mapping[str, float], digits: int = 3) -> str:
+    """Format a value in the largest unit that it reaches, else in the last one."""
+    unit = next((unit for unit, size in units.items() if value >= size), list(units)[-1])
+    return f"{format_number(value / units[unit], digits)} {unit}"
 
 
 def format_microns(microns: float) -> str:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from IPython.lib.pretty import pretty
 
 from engines.formatting import format_bytes, format_seconds
-from engines.models import resnet20_v1
+from engines.models import chain
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
@@ -68,7 +68,7 @@ def test_the_card_of_a_plan_has_what_differs_from_the_defaults():
 
 def test_the_card_of_a_program_has_its_own_numbers():
     plan = Plan(split_size=2, slice_method="1x2", bidirectional=True)
-    program = compile_plan(prepare(resnet20_v1(), plan, (2, 3, 32, 32)).graph, plan)[0]
+    program = compile_plan(prepare(chain(4, 4), plan, (2, 3, 32, 32)).graph, plan)[0]
     card, words = program._repr_html_(), repr(program)
     assert words.startswith("<Program of rank 0: stages: 0, 1 (mirrored); micro-batches: 2 of 2; ")
     for kind, count in Counter(step.instruction.kind for step in program.steps).items():
@@ -80,7 +80,7 @@ def test_the_card_of_a_program_has_its_own_numbers():
 
 # Whatever a user may leave as the last line of a cell: one line as text, a small table on a page.
 
-MODEL = Sizes(resnet20_v1())
+MODEL = Sizes(chain(4, 4))
 TILES, SHAPE = Plan(split_size=1, slice_method="1x2"), (2, 3, 32, 32)
 LARGE = Plan(split_size=1, slice_method="2x2", data_parallel=4)
 BATCH = torch.randn(SHAPE), torch.tensor([3, 7])
@@ -89,7 +89,7 @@ BATCH = torch.randn(SHAPE), torch.tensor([3, 7])
 @pytest.fixture(scope="module")
 def training() -> Iterator[Training]:
     with Cluster(2, backend="loopback") as cluster:
-        yield Training(resnet20_v1(), TILES, cluster, SHAPE)
+        yield Training(chain(4, 4), TILES, cluster, SHAPE)
 
 
 @pytest.fixture(scope="module")

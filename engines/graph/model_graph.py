@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from engines.errors import PlanError, TraceError
-from engines.formatting import FactTable, format_bytes, format_number
+from engines.formatting import FactTable, format_bytes, format_flops
 from engines.plan import OPTIONS, Plan
 
 MODEL, LOSS = "model.", "loss."
@@ -198,7 +198,7 @@ class ModelGraph(FactTable):
             "operators": f"{len(self.nodes):,}",
             "modules": f"{len({node.module for node in self.nodes}):,}",
             "weights": f"{len(self.weights):,} tensors, {format_bytes(self.weight_bytes)}",
-            "arithmetic": f"{format_number(self.flops / 1e9)} GFLOP forward",
+            "arithmetic": f"{format_flops(self.flops)} forward",
         }
 
     @property

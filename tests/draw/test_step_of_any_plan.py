@@ -71,7 +71,7 @@ def count_checked(view: StepView, whole: dict[str, Tensor], batch: int) -> int:
     return checked
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", PLANS)
 def test_what_ranks_show_is_what_one_process_computes(four: Cluster, kind: str):
     plan = PLANS[kind]
@@ -99,7 +99,7 @@ def test_what_ranks_show_is_what_one_process_computes(four: Cluster, kind: str):
     assert moved
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", PLANS)
 def test_every_other_view_of_it_is_drawn(four: Cluster, kind: str):
     training, image = Training(make_model(), PLANS[kind], four, SHAPE), torch.rand(SHAPE[1:])

@@ -372,6 +372,7 @@ LIMIT_BYTES = 100 << 20
 BANDS_BYTES = 80 << 20  # a few bands of rows, and what libraries allocate at their first use
 
 
+@pytest.mark.nightly
 def test_a_decode_takes_no_more_memory_than_the_limit(tmp_path: Path):
     """The largest pictures of each kind that pass take at most the limit, and larger ones nothing."""
     black, clear = Image.new("1", (8, 8)), {"transparency": 0}

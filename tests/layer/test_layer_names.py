@@ -37,7 +37,7 @@ def make_model(name: str) -> nn.Sequential:
     return model.double()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
 def test_a_layer_of_any_name_is_trained_saved_and_drawn(tmp_path, name):
     model, images, labels = make_model(name), torch.randn(*SHAPE).double(), torch.tensor([0, 1])

@@ -386,6 +386,7 @@ print(peaks[2] - peaks[1], peaks[3] - peaks[2])
 """
 
 
+@pytest.mark.nightly
 def test_tracing_and_compiling_8192_x_8192_take_no_memory_to_speak_of():
     """Of the image alone there are 768 MiB, and 16 GiB behind the first convolution."""
     told = subprocess.run(

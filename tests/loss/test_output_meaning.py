@@ -194,6 +194,7 @@ def cluster():
         yield started
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ACTIVATE)
 def test_a_picture_is_predicted_as_the_loss_says(name: str, cluster: Cluster, tmp_path):
     model, loss, labels, _ = LOSSES[name]

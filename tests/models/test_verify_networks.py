@@ -21,7 +21,7 @@ from tests.models.networks import NETWORKS, make_images, train_a_little
 PLAN = Plan(split_size=2, slice_method="1x2")
 PARTS = Plan(split_size=1, parts=2, spatial_size=0)
 
-OFTEN = ("a chain", "a segmenter", "shifted windows by roll and slice assignment")
+OFTEN = ("a segmenter", "shifted windows by roll and slice assignment")
 """Those of every run; the others take minutes."""
 
 
@@ -104,6 +104,7 @@ def scale_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OptimiserStep, "step", step)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("put", [scale_halos, scale_sums, scale_norms, scale_steps])
 def test_a_fault_is_found(put: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     put(monkeypatch)

@@ -42,6 +42,7 @@ def net() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_an_unknown_host_key_is_told(hosts):
     known = hosts.home / "known_hosts"
     keys = known.read_text()
@@ -53,6 +54,7 @@ def test_an_unknown_host_key_is_told(hosts):
         known.write_text(keys)
 
 
+@pytest.mark.nightly
 def test_a_host_without_our_key_is_told(hosts):
     key = hosts.home / "key.pub"
     shutil.move(key, key.with_suffix(".away"))

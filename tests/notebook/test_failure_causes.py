@@ -208,6 +208,7 @@ def test_the_time_to_send_a_large_argument_is_no_hang(cluster):
         assert cluster.call(lambda host, x: x == bytes(range(256)) * 4096, LARGE) == [True] * N
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_the_time_to_send_the_tiles_of_a_large_batch_is_no_hang(cluster):
     plan = Plan(split_size=1, num_spatial_parts=(2,), slice_method="vertical")
@@ -221,6 +222,7 @@ def test_the_time_to_send_the_tiles_of_a_large_batch_is_no_hang(cluster):
         assert training.step(images, targets) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_the_time_to_send_a_large_result_is_no_hang(cluster):
     with slow_link(cluster, 1 << 19):

@@ -304,6 +304,7 @@ def test_the_command(monkeypatch, capsys, drop_last: bool):
     assert (line["steps"], line["images_per_step"]) == (2 if drop_last else 3, 4)
 
 
+@pytest.mark.nightly
 def test_the_command_refuses_what_the_plan_cannot_divide(monkeypatch):
     monkeypatch.setitem(train_images._APPLICATIONS, "3", lambda *_: SyntheticImages(9, SIZE, 10))
     with pytest.raises(PlanError, match=r"The last step of an epoch has 1 images.*--drop-last"):
@@ -411,6 +412,7 @@ def test_images_that_are_normed_by_their_neighbours_are_not_predicted_beside_cop
         cut.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES))
 
 
+@pytest.mark.nightly
 def test_the_timeline_of_a_smaller_step_is_that_of_its_own_programs():
     """The cheapest fusion depends on the number of images, and the names of instructions on the fusion."""
     plan = Plan(split_size=1, slice_method="2x2", halo_d2=True, fused_layers="auto")

@@ -72,11 +72,13 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_pictures_folders_and_tables_of_any_name_are_read_in_the_c_locale(folder):
     done = run(READS, folder)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["loopback", pytest.param("mpi", marks=pytest.mark.nightly)])
 def test_checkpoints_and_maps_have_the_same_names_in_the_c_locale_as_in_others(backend, folder):
     done = run(TRAINS.replace("BACKEND", repr(backend)), folder)

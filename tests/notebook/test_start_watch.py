@@ -41,6 +41,7 @@ def list_family() -> set[psutil.Process]:
     return set(filter(is_running, psutil.Process().children(recursive=True)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "name"), [(0, "the controller of the ranks"), (1, "mpiexec")])
 def test_a_start_names_the_helper_that_was_stopped_and_leaves_nothing(monkeypatch, number, name):
     before = list_family()
@@ -54,6 +55,7 @@ def test_a_start_names_the_helper_that_was_stopped_and_leaves_nothing(monkeypatc
     assert list_family() == before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_start_names_the_helper_that_was_killed(monkeypatch, number):
     hit = strike_at_start(monkeypatch, number, lambda pid: os.kill(pid, signal.SIGKILL))

@@ -66,6 +66,7 @@ def plant(folder: Path) -> None:
         (folder / name / "mca-params.conf").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.nightly
 def test_no_file_of_a_home_or_of_a_shared_folder_decides_what_mpi_starts(tmp_path, monkeypatch):
     """Not in a notebook's cluster, nor by a command; the ranks still have the home of their user."""
     for name in ("home", "temporary"):

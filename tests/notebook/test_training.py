@@ -251,6 +251,7 @@ def test_verify_compares_in_float64(cluster, plan: Plan):
     assert 0 < proof["grad_rel"] < 1e-10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_ranks_and_the_one_process_train_where_gradients_are_off(cluster, off):
     (batch,) = batches(1)

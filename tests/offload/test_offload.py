@@ -90,6 +90,7 @@ def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
     check_bits(recipe_of(model, PLANS[name]), monkeypatch)
 
 
+@pytest.mark.sampled(1)
 def test_what_is_computed_again_is_there_for_the_gradients_of_the_weights(reads_files: bool, monkeypatch):
     check_bits(recipe_of("ResNet", PLANS["zero bubble, computed again"]), monkeypatch)
 

@@ -184,6 +184,7 @@ def test_the_picture_follows_the_theme(bench):
     assert bench.page.evaluate(pixels) != light
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [760, 900, 1280, 1920])
 def test_nothing_is_wider_than_the_page(chromium, configurator, width):
     made = Bench(chromium, configurator, size=(width, 900))

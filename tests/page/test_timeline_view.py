@@ -232,7 +232,7 @@ def test_a_newer_step_that_differs_in_its_times_only_is_shown(shown):
     assert shown.shown != before
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["zoom", "drag", "hover"])
 def test_two_hundred_thousand_events_are_moved_smoothly(chromium, kind):
     """The median frame has to be near the 17 ms of 60 frames a second, with room for a machine that is busy."""

@@ -336,6 +336,7 @@ UNSHARED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for weights of the GRU
 @pytest.mark.parametrize("name", UNSHARED)
 def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: str):

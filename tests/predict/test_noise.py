@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
-from engines.models import resnet20_v1
+from engines.models import chain
 from engines.predict import calibrate as calibrating
 from engines.predict.calibration_runs import CalibrationTimes
 from engines.predict.machine import Machine
@@ -299,11 +299,11 @@ def test_where_ranks_compute_on_gpus_predictions_say_that_they_are_of_cpus(monke
     machine, shape = replace(MACHINES["Summit"], ranks=2), (2, 3, 32, 32)
     with Cluster(2, backend="loopback") as cluster:
         monkeypatch.setattr(cluster, "calibrate", lambda **_: machine)
-        training = Training(resnet20_v1(), Plan(split_size=1, spatial_size=0, data_parallel=2), cluster, shape)
+        training = Training(chain(4, 4), Plan(split_size=1, spatial_size=0, data_parallel=2), cluster, shape)
         predictions = (
             training.forecast,
             lambda: choose_plan(training, 2),
-            lambda: PlanTuner(resnet20_v1(), shape, cluster).find(progress=False),
+            lambda: PlanTuner(chain(4, 4), shape, cluster).find(progress=False),
         )
         for predict in predictions:
             with warnings.catch_warnings():

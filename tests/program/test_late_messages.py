@@ -118,7 +118,7 @@ def trained(recipe: Recipe, late: bool) -> list[dict[str, dict[str, Tensor]]]:
     return run_ranks(recipe.plan.ranks, work)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_what_leaves_stays_as_it_was_until_it_is_read(name: str):
     make, plan, side_px = CASES[name]

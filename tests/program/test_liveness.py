@@ -30,6 +30,7 @@ def peaks(plan: Plan = PLAN) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [(DirectionProgram, "last_reads", {}), (LiveValues, "release_read", lambda self, instruction: None)],
@@ -52,6 +53,7 @@ def test_a_value_that_is_freed_too_early_is_missed(monkeypatch: pytest.MonkeyPat
         peaks()
 
 
+@pytest.mark.nightly
 def test_recomputation_keeps_nothing_of_what_is_not_computed_again():
     kept, recomputed = peaks(), peaks(replace(PLAN, checkpoint_activations=True))
     for (measured, forecast), (measured_again, forecast_again) in zip(kept, recomputed, strict=True):

@@ -49,7 +49,7 @@ class Counting:
         return partial(self.exchange, sends, receives)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_every_message_and_byte_is_told_beforehand(plan: Plan):
     recipe = prepare(UNet(num_classes=3, width=4), plan, (2, 3, 36, 44), device="cpu")
@@ -71,7 +71,7 @@ def test_every_message_and_byte_is_told_beforehand(plan: Plan):
             assert sum(part.bytes for part in told) == pytest.approx(found, rel=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("halos", [{}, {"halo_d2": True, "fused_layers": 2}], ids=["D1", "D2"])
 def test_no_rank_of_a_spatial_stage_holds_a_whole_image(halos: dict[str, object]):
     """Of any value, at any time: its tile and the halo of the layers that share an exchange, no more."""

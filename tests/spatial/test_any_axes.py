@@ -150,6 +150,7 @@ def run_case(world: LoopbackWorld, case: Case, wholes: dict[str, Tensor]) -> tup
     return worker.peek("y2"), worker.peek(program.direction_programs[0].loss), worker.peek("x").grad
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_ranks_compute_the_whole_to_the_bit(axes: Axes):
     @settings(max_examples=40, deadline=None)

@@ -73,7 +73,7 @@ def exchanges(model: nn.Module, **halos: object) -> list[Program]:
     return list(compile_plan(prepare(model, plan, (1, 3, 64, 80)).graph, plan))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fused", "expected"), [(1, 10), (2, 5), (3, 4), (4, 3), (10, 1)])
 def test_one_exchange_for_each_group_of_blocks(fused: int, expected: int):
     """ResNet-29 v2 is a stem and nine blocks of one 3 x 3 convolution each."""

@@ -91,7 +91,7 @@ WIDGETS: dict[str, Callable[[SimpleNamespace], object]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WIDGETS)
 def test_a_closed_widget_is_a_figure_and_is_collected(made: SimpleNamespace, page: Page, name: str):
     gc.collect()
@@ -109,6 +109,7 @@ def test_a_closed_widget_is_a_figure_and_is_collected(made: SimpleNamespace, pag
     assert is_soon(lambda: gc.collect() >= 0 and gone() is None)  # a prediction may still be under way
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["slicer", "workbench"])
 def test_the_saved_picture_follows_what_is_seen(made: SimpleNamespace, page: Page, name: str):
     widget = WIDGETS[name](made)

@@ -72,6 +72,7 @@ def test_what_is_not_there_is_refused_before_it_is_selected(workbench, name):
     assert workbench.slicer.tile.value == 0
 
 
+@pytest.mark.nightly
 def test_another_plan_that_was_loaded_is_taken_over(tmp_path):
     torch.manual_seed(0)
     before, after = Plan(split_size=1, slice_method="1x2"), Plan(split_size=2, spatial_size=0)
