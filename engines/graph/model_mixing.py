@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from engines.graph.loss_analysis import CONSTANT, AggregationKind, BatchAggregation, LossAnalysis, make_rows
 from engines.graph.model_graph import ModelGraph, Node, Ref
@@ -84,6 +84,20 @@ class ModelAnalysis(LossAnalysis):
             return None
         first = shares[node.reads[0]]  # dropout, bernoulli, noise like the values
         return replace(first, known=False) if node.spec == self.graph.specs.get(node.reads[0]) else None
+
+
+def find_mixing(trace: Callable[[int], ModelGraph], images: int, norms: Collection[str] = ()) -> tuple[str, bool]:
+    """Return where a model computes with several images at once ("" if nowhere), and whether it compares only apart.
+
+    `trace(times)` traces it with so many times its `images` images.
+    """
+    # A single image may be a special case, as for x.squeeze(): then two of them are asked as well.
+    for times in (1, 2) if images == 1 else (1,):
+        analysis = ModelAnalysis(trace(times), partial(trace, 2 * times), norms=norms)
+        where = analysis.find_mixing()
+        if not where:
+            break
+    return where, analysis.apart
 
 
 def _find_layers(graph: ModelGraph) -> list[Node]:

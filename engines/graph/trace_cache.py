@@ -22,7 +22,7 @@ from engines.graph.model_inputs import (
     describe_value,
     format_packing,
 )
-from engines.graph.model_mixing import ModelAnalysis
+from engines.graph.model_mixing import find_mixing
 from engines.graph.model_state import ModelState
 from engines.graph.operand_types import check_operand_types, trace_in_fitting_type
 from engines.graph.outside_state import Place, restore_outside_state
@@ -169,14 +169,8 @@ class TraceCache:
         if state not in self._mixing:
             modules = self.model.named_modules(remove_duplicate=False)
             norms = {name for name, module in modules if isinstance(module, _NormBase)}
-            # A single image may be a special case, as for x.squeeze(): then two of them are asked as well.
-            for times in (1, 2) if self._get_image_spec(plan).shape[0] == 1 else (1,):
-                found = ModelAnalysis(
-                    self._trace_times(plan, times), partial(self._trace_times, plan, 2 * times), norms=norms
-                )
-                self._mixing[state] = found.find_mixing(), found.apart
-                if not self._mixing[state][0]:
-                    break
+            images = self._get_image_spec(plan).shape[0]
+            self._mixing[state] = find_mixing(partial(self._trace_times, plan), images, norms)
         return self._mixing[state]
 
     def _make_key(self, plan: Plan) -> Hashable:

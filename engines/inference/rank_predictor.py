@@ -14,6 +14,7 @@ from engines.comm.device import choose_autocast_type, choose_device, choose_thre
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.graph.model_mixing import find_mixing
 from engines.graph.operand_types import check_operand_types, trace_in_fitting_type
 from engines.graph.trace import trace_inference
 from engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
@@ -41,18 +42,34 @@ def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int],
     the model cannot run under the plan.
     """
     images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
+    graph = _trace(model, images, plan, device)
+    if plan.local_dp > 1:
+        graph = replace(graph, share=_trace(model, get_shard_spec(images, plan), plan, device))
+    compile_plan(graph, plan)
+    return Recipe(graph, plan, sgd, collect_state(model, None, graph), device, additions=UserOps.snapshot())
 
-    def trace(specs: TensorSpec) -> ModelGraph:
-        graph = trace_inference(model, specs, plan.precision, choose_autocast_type(device))
+
+def _trace(model: nn.Module, images: TensorSpec, plan: Plan, device: str) -> ModelGraph:
+    def trace() -> ModelGraph:
+        graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
         check_operand_types(graph)
         return graph
 
-    graph = trace_in_fitting_type(plan.precision, lambda: trace(images))
-    if plan.local_dp > 1:
-        part = trace_in_fitting_type(plan.precision, lambda: trace(get_shard_spec(images, plan)))
-        graph = replace(graph, share=part)
-    compile_plan(graph, plan)
-    return Recipe(graph, plan, sgd, collect_state(model, None, graph), device, additions=UserOps.snapshot())
+    return trace_in_fitting_type(plan.precision, trace)
+
+
+def find_mixed_images(model: nn.Module, recipe: Recipe) -> str:
+    """Return where `model.eval()` computes with several images at once; empty if nowhere, as far as its trace tells.
+
+    `recipe` is that of its prediction.
+    """
+    images = recipe.graph.inputs["images"]
+
+    def trace(times: int) -> ModelGraph:
+        more = replace(images, shape=(times * images.shape[0], *images.shape[1:]))
+        return _trace(model, more, recipe.plan, recipe.device)
+
+    return find_mixing(trace, images.shape[0])[0]
 
 
 class RankPredictor:

@@ -7,6 +7,7 @@ whole predictions of a step, but not the images, and evaluates them image by ima
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,7 +28,13 @@ from engines.graph.whole_loss import ImageWeights, compute_mean_loss
 from engines.images.dataset import LabelledImages, find_ignored_label
 from engines.images.loader import describe_read_error
 from engines.images.shard_reader import ReadRequest, ShardReader
-from engines.inference.rank_predictor import Prediction, RankPredictor, join_predictions, prepare_prediction
+from engines.inference.rank_predictor import (
+    Prediction,
+    RankPredictor,
+    find_mixed_images,
+    join_predictions,
+    prepare_prediction,
+)
 from engines.program.compile import compile_plan
 from engines.program.program import Program
 from engines.train.recipe import Recipe
@@ -262,9 +269,30 @@ def is_exact(recipe: Recipe, images: int, at_once: bool = False) -> bool:
     A batch norm without running statistics normalises an image by those beside it. So copies that fill a step would
     change its results, and so would the cut into micro-batches.
     """
-    step = recipe.step_specs["images"].shape[0]
-    fits = images == step if at_once else images % step == 0
-    return not is_batch_dependent(recipe.graph) or (fits and recipe.plan.micro_batches == 1)
+    return not is_batch_dependent(recipe.graph) or _fits_steps(recipe, images, at_once)
+
+
+def _fits_steps(recipe: Recipe, images: int, at_once: bool) -> bool:
+    """Return whether images have the same ones beside them as in one process."""
+    if at_once:  # the other micro-batches are filled up with copies of this one
+        return images == recipe.graph.inputs["images"].shape[0]
+    return recipe.plan.micro_batches == 1 and images % recipe.step_specs["images"].shape[0] == 0
+
+
+def warn_of_mixing(model: nn.Module, recipe: Recipe, images: int, stacklevel: int, at_once: bool = False) -> None:
+    """Warn if the model may predict an image by those beside it, and ranks predict `images` images otherwise."""
+    if _fits_steps(recipe, images, at_once) or not (where := find_mixed_images(model, recipe)):
+        return
+    micro_batch, step = recipe.graph.inputs["images"].shape[0], recipe.step_specs["images"].shape[0]
+    advice = f"Give {micro_batch} images"
+    if not at_once:
+        advice = f"Give a multiple of {step} images{' to a plan with one micro-batch' * (step > micro_batch)}"
+    warnings.warn(
+        f"The model computes with several images at once in evaluation mode, too, as far as its trace tells (see "
+        f"{where}). Of {images} images, ranks predict {micro_batch} at a time, and fill up with copies: the results "
+        f"are not those of model.eval() for all {images}. {advice}, or use model.eval() itself.",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _check_exact(recipe: Recipe, images: int) -> None:

@@ -33,7 +33,7 @@ from engines.inference.tile_stitcher import KINDS, ArraySink, get_output_channel
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
 from engines.train import rank_functions
-from engines.train.evaluation import HeldOutSet, PredictedBatch, is_exact
+from engines.train.evaluation import HeldOutSet, PredictedBatch, is_exact, warn_of_mixing
 from engines.train.training import cut_inputs
 from engines.train.training_events import Scores
 from mpi4dl_nb.training.training_handle import TrainingHandle
@@ -49,6 +49,8 @@ class Evaluator:
         check_classes(images, training.recipe.graph)
         self.held_out = HeldOutSet(training.model, training.loss, training.recipe, images, on_bad_image)
         self.held_out.check_loss()
+        with use_default_type_of(training.recipe.graph):
+            warn_of_mixing(training.model, self.held_out.forward, len(images), stacklevel=3)
         self.training, self.name = training, uuid.uuid4().hex
         self._images = images
         self.begin()
@@ -120,11 +122,14 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     programs = compile_plan(recipe.graph, training.plan)
     count = shape[0] * training.plan.batches
     if not is_exact(recipe, len(images), at_once=True):
+        beside = recipe.graph.inputs["images"].shape[0]
         raise ImageError(
             "The model has a batch norm without running statistics, which normalises an image by those beside it: a "
-            f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "
-            f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
+            f"prediction of {len(images)} images is exact only in one micro-batch, of {beside} images here. Give "
+            f"{beside} images, or use model.eval() itself."
         )
+    with use_default_type_of(training.recipe.graph):
+        warn_of_mixing(training.model, recipe, len(images), stacklevel=3, at_once=True)
     # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
     found = []
     with _begin_prediction(training, rank_functions.begin_prediction, recipe) as (_, call):

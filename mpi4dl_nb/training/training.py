@@ -338,7 +338,9 @@ class Training(TrainingHandle):
     ) -> Any:
         """Predict with the current weights, in evaluation mode.
 
-        For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan.
+        For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan. A model
+        that computes with several images at once, as with the mean of a batch, gives that only for as many images as a
+        micro-batch has; of other numbers it warns.
 
         For a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
         of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes, but for the array

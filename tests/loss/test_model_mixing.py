@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.graph.trace_cache import TraceCache
+from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
 
 SEVERAL = Plan(split_size=1, spatial_size=0, accumulate=2, precision="float64")
+ONE = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical", precision="float64")
 Change = Callable[[Tensor], Tensor]
 
 
@@ -130,7 +132,7 @@ def test_the_warning_and_what_verify_compares_with(plan: Plan):
 
 def test_verify_takes_the_whole_batch_where_no_warning_was_given(monkeypatch: pytest.MonkeyPatch):
     """Were the analysis blind, verify would see it."""
-    monkeypatch.setattr("engines.graph.trace_cache.ModelAnalysis.find_mixing", lambda self: "")
+    monkeypatch.setattr("engines.graph.model_mixing.ModelAnalysis.find_mixing", lambda self: "")
     with Cluster(1, backend="loopback") as cluster:
         for change, right in (("mixup by flip", False), ("mean", False)):
             proof = Training(Changed(MIXING[change]), SEVERAL, cluster, (2, 3, 8, 8)).verify()
@@ -160,3 +162,34 @@ def test_norms_and_draws_go_by_micro_batch_in_one_call_of_the_model():
         assert training.recipe.compares_whole
         proof = training.verify()
     assert proof["ok"], proof
+
+
+WARNS = "The model computes with several images at once in evaluation mode"
+
+
+@pytest.mark.parametrize(
+    ("plan", "images", "warned"),
+    [(SEVERAL, 2, False), (SEVERAL, 3, True), (SEVERAL, 4, True), (ONE, 2, False), (ONE, 3, True)],
+    ids=["one of two micro-batches", "micro-batches and copies", "micro-batches", "one batch", "copies"],
+)
+def test_predictions_that_depend_on_the_images_beside_are_those_of_one_process_or_warned_of(
+    plan: Plan, images: int, warned: bool
+):
+    model, batch = Changed(MIXING["mixup by flip"]), torch.randn(images, 3, 8, 8, dtype=torch.float64)
+    with Cluster(plan.ranks, backend="loopback") as cluster, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = Training(model, plan, cluster, (2, 3, 8, 8))
+        caught.clear()
+        found = training.predict(batch)
+    assert [WARNS in str(each.message) and each.filename == __file__ for each in caught] == [True] * warned
+    assert torch.allclose(found, model.double().eval()(batch), atol=1e-12) != warned
+
+
+@pytest.mark.parametrize("images", [4, 5])
+def test_held_out_images_that_depend_on_those_beside_are_warned_of(images: int):
+    held_out, pairs = SyntheticImages(images, (8, 8), 3), [(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))]
+    with Cluster(ONE.ranks, backend="loopback") as cluster, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for change in (MIXING["mixup by flip"], SEPARATE["norms"]):
+            Training(Changed(change), ONE, cluster, (2, 3, 8, 8)).fit(pairs, held_out=held_out, progress=False)
+    assert [WARNS in str(each.message) for each in caught] == [True] * (images % 2)
