@@ -5,12 +5,14 @@ The errors for anything else contain the code that makes it so.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from operator import index
 
+import torch
 from torch import Tensor, nn
 
 from engines.errors import ImageError, TraceError
@@ -138,13 +140,19 @@ def format_packing(labels: object) -> str:
     parts = list(labels.items())
     if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(parts[0][1]) for _, part in parts):
         return ""
+    # Beside numbers of float32, whole ones beyond 2 ** 24 would lose their last digits.
+    common = functools.reduce(torch.promote_types, (part.dtype for _, part in parts))
+    most = 2 / torch.finfo(common).eps if common.is_floating_point else math.inf
+    whole_parts = [part for _, part in parts if not part.is_floating_point() and part.numel()]
+    needs_double = any(int(part.long().abs().max()) > most for part in whole_parts)
     start, unpacked = 0, []
     for key, part in parts:
         width = math.prod(part.shape[1:])
-        whole = "" if part.is_floating_point() else f".to({part.dtype})"
+        whole = f".to({part.dtype})" if needs_double or not part.is_floating_point() else ""
         unpacked.append(f"{key!r}: y[:, {start}:{start + width}].reshape({(-1, *part.shape[1:])}){whole}")
         start += width
     return (
-        " Pack them into one tensor, torch.cat([part.reshape(len(part), -1) for part in labels.values()], 1), which "
+        f" Pack them into one tensor, torch.cat([part.reshape(len(part), -1){'.double()' * needs_double} for part "
+        "in labels.values()], 1), which "
         f"the loss takes apart: loss=lambda prediction, y: your_loss(prediction, {{{', '.join(unpacked)}}})."
     )

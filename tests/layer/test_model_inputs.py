@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from engines.graph.model_inputs import format_packing
 from mpi4dl_nb import Cluster, ImageError, Plan, TraceError, Training, forecast
 
 LAYERS = Plan(split_size=2, spatial_size=0, precision="float64")
@@ -178,6 +179,18 @@ def test_a_dict_of_labels_is_packed_into_one_tensor(cluster, asked):
     split_loss = eval(loss, {"torch": torch, "your_loss": box_loss})
     training = Training(model, LAYERS, cluster, images.shape, loss=split_loss, labels=packed)
     assert training.step(images, packed) == pytest.approx(box_loss(model(images), labels).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "floats"), [([2**24 + 1, -(2**40) - 1], torch.float32), ([2051, 0], torch.float16)]
+)
+def test_packed_labels_keep_all_their_digits(numbers, floats):
+    labels = {"kind": torch.tensor(numbers), "known": torch.tensor([True, False]), "box": torch.rand(2, 3).to(floats)}
+    packing, loss = find_unpacking(format_packing(labels))
+    packed = eval(packing, {"torch": torch, "labels": labels})
+    unpacked = eval(loss, {"torch": torch, "your_loss": lambda prediction, parts: parts})(None, packed)
+    for name, part in labels.items():
+        torch.testing.assert_close(unpacked[name], part, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
