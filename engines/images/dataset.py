@@ -201,6 +201,17 @@ def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
         )
 
 
+def make_tensor(numbers: object) -> Tensor:
+    """Return a tensor of numbers: a tensor itself, an array, nested lists. Raises what PyTorch raises for others.
+
+    An array that PyTorch does not take as it lies in memory is copied: a flipped one, or one in the byte order of
+    another machine, as files of astronomy have it.
+    """
+    if isinstance(numbers, np.ndarray) and (min(numbers.strides, default=0) < 0 or not numbers.dtype.isnative):
+        numbers = numbers.astype(numbers.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(numbers)
+
+
 def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
     """Return the "images" or "labels" in the dtype of `spec`. Raises ImageError if a cast would change their meaning:
 

@@ -21,6 +21,7 @@ from engines.images.dataset import (
     check_ignored,
     check_label_shape,
     count_classes,
+    make_tensor,
     shuffle_indices,
 )
 from engines.program.worker import Inputs
@@ -274,7 +275,7 @@ class ShardReader:
             )
         if piece.name == "labels":
             return self._convert_labels(index, images.mask(index, tile, piece.draw), tile.shape)
-        pixels = torch.as_tensor(images.part(index, tile, piece.draw))
+        pixels = make_tensor(images.part(index, tile, piece.draw))
         wanted = self.specs["images"].shape[1]
         if pixels.dim() == 3 and len(pixels) != wanted:  # one channel would be copied into each without an error
             raise ImageError(
@@ -290,7 +291,7 @@ class ShardReader:
         Raises ImageError for another shape, for class numbers beyond the classes, or if the loss or the type has no
         such label.
         """
-        labels, spec, name = torch.as_tensor(labels), self.specs["labels"], self.images.name(index)
+        labels, spec, name = make_tensor(labels), self.specs["labels"], self.images.name(index)
         self._check_shape(index, labels, shape)
         if labels.is_floating_point() or labels.is_complex():
             return self._cast(index, "labels", labels)  # amounts, and no class numbers

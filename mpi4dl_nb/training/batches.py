@@ -9,14 +9,13 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 from engines.graph.labels import find_invalid_labels
 from engines.graph.model_inputs import describe_value, format_packing
-from engines.images.dataset import cast_numbers
+from engines.images.dataset import cast_numbers, make_tensor
 from engines.plan import Plan
 from engines.train.recipe import Recipe
 
@@ -74,7 +73,7 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
 def _to_tensor(name: str, given: Any) -> Tensor:
     """Return what was given as images or labels as a tensor. Raises ImageError if it is none and no array."""
     try:
-        return torch.as_tensor(given)
+        return make_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "Give a tensor or an array of numbers."
         if given is None:

@@ -19,7 +19,7 @@ from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_a
 from engines.formatting import describe_unknown, format_bytes
 from engines.graph.default_type import use_default_type_of
 from engines.graph.output_meaning import choose_kind, choose_meaning
-from engines.images.dataset import LabelledImages, cast_numbers, check_classes
+from engines.images.dataset import LabelledImages, cast_numbers, check_classes, make_tensor
 from engines.images.picture import Source, open_image
 from engines.inference.class_map import name_classes
 from engines.inference.pyramid_sink import make_pyramid
@@ -108,7 +108,7 @@ ARRAY_BYTES = 1 << 29  # a larger prediction must be written to a file
 
 def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     """Return `model.eval()(images)` with the current weights."""
-    images = torch.as_tensor(images)
+    images = make_tensor(images)
     batch = training.recipe.graph.inputs["images"].shape
     if images.shape[1] != batch[1] or not images.numel():
         raise ImageError(

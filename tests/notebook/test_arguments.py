@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,3 +326,20 @@ def test_verify_compares_in_the_modes_of_the_training(two: Cluster):
     assert training.verify()["ok"]
     assert not model[1].training
     training.close()
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "flipped": lambda array: np.flip(np.flip(array).copy()),
+    "another byte order": lambda array: array.astype(array.dtype.newbyteorder(">")),
+    "every second of another": lambda array: np.repeat(array, 2, 0)[::2],
+    "read only": lambda array: np.broadcast_to(array, array.shape),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_array_may_lie_in_memory_in_any_way(two: Cluster, layout: str):
+    images, labels = (LAYOUTS[layout](tensor.numpy()) for tensor in (X, Y))
+    with closing(Training(net(), PLAN, two, SHAPE, optimiser=SGD)) as training:
+        torch.testing.assert_close(training.predict(images), net()(X), rtol=1e-12, atol=1e-12)
+        assert training.step(images, labels) == pytest.approx(F.cross_entropy(net()(X), Y).item(), rel=1e-12)
