@@ -227,7 +227,16 @@ def test_peak_memory_stays_below_the_bound(mpiexec, tmp_path: Path):
     from PIL import Image
 
     Image.fromarray(RANDOM.integers(0, 256, (1600, 1800, 3), np.uint8)).save(tmp_path / "in.png")
-    flags = ["--model", "engines.models:UNet", "--model-args", '{"width": 8}', "--memory-mb", "540"]
+    flags = [
+        "--activation",
+        "softmax",
+        "--model",
+        "engines.models:UNet",
+        "--model-args",
+        '{"width": 8}',
+        "--memory-mb",
+        "540",
+    ]
     done = mpiexec(2, "-m", "engines", "predict", *flags, "--image", tmp_path / "in.png", "--to", tmp_path / "out.tif")
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
@@ -265,7 +274,7 @@ def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
     region = make_padded_region(picture, (0, 0, 148, 188))
     recipe, region = prepare_region(unet(), region)
-    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px)
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px, ())
     ask = PredictionRequest(region, side_px=50)
     every_rank_says("torn.svs is damaged", 3, lambda world: TiledPredictor(world, recipe, ask, sink).run())
     assert list(tmp_path.iterdir()) == []
@@ -322,7 +331,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("os.posix_fallocate", none_left)
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
-    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px)
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px, ())
     every_rank_says(
         r"has no room for the 27.2 KB .*No space left",
         2,
@@ -336,7 +345,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
-    sink = partial(make_pyramid, tmp_path / path, region, "classes", region.size_px)
+    sink = partial(make_pyramid, tmp_path / path, region, "classes", region.size_px, ())
     every_rank_says(
         str(tmp_path), 2, lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink)
     )
