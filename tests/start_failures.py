@@ -80,7 +80,7 @@ def no_mpiexec(patch, folder):
 def not_enough_slots(patch, folder):
     everything = mpi_ranks.make_mpi_environment
     patch.setattr(
-        mpi_ranks, "make_mpi_environment", lambda n: everything(n) | {"PRTE_MCA_rmaps_default_mapping_policy": ""}
+        mpi_ranks, "make_mpi_environment", lambda *asked: everything(*asked) | {"PRTE_MCA_rmaps_default_mapping_policy": ""}
     )
     return 1 + (os.cpu_count() or 1)
 
@@ -90,7 +90,7 @@ def as_root(patch, folder):
     if os.getuid():
         pytest.skip("only root is refused")
     everything = mpi_ranks.make_mpi_environment
-    patch.setattr(mpi_ranks, "make_mpi_environment", lambda n: everything(n) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    patch.setattr(mpi_ranks, "make_mpi_environment", lambda *asked: everything(*asked) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"})
     return 2
 
 
