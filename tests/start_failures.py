@@ -80,7 +80,9 @@ def no_mpiexec(patch, folder):
 def not_enough_slots(patch, folder):
     everything = mpi_ranks.make_mpi_environment
     patch.setattr(
-        mpi_ranks, "make_mpi_environment", lambda *asked: everything(*asked) | {"PRTE_MCA_rmaps_default_mapping_policy": ""}
+        mpi_ranks,
+        "make_mpi_environment",
+        lambda *asked: everything(*asked) | {"PRTE_MCA_rmaps_default_mapping_policy": ""},
     )
     return 1 + (os.cpu_count() or 1)
 
@@ -90,7 +92,9 @@ def as_root(patch, folder):
     if os.getuid():
         pytest.skip("only root is refused")
     everything = mpi_ranks.make_mpi_environment
-    patch.setattr(mpi_ranks, "make_mpi_environment", lambda *asked: everything(*asked) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    patch.setattr(
+        mpi_ranks, "make_mpi_environment", lambda *asked: everything(*asked) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
+    )
     return 2
 
 
@@ -153,6 +157,13 @@ def silent_controller(patch, folder):
     patch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
     text = f"import sys, time\nif sys.orig_argv[2:3] == [{mpi_ranks.CONTROLLER_PROGRAM!r}]: time.sleep(60)\n"
     return package(patch, folder, sitecustomize=text)
+
+
+@case(r"The folder for temporary files, .*it's \$HOME, has the name of a variable in its own, .*Set TMPDIR to a folder")
+def variable_in_tmp(patch, folder):
+    (folder / "it's $HOME").mkdir()
+    patch.setattr(tempfile, "tempdir", str(folder / "it's $HOME"))
+    return 2
 
 
 @case(r"did not start: .*Resource temporarily unavailable.* The machine gives no more processes")

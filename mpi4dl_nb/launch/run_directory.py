@@ -21,6 +21,7 @@ from mpi4dl_nb.launch.reaper_process import MARK, end_cluster, get_start_time, r
 
 PREFIX = "mpi4dl_nb-"
 _FILES_BYTES = 4 << 20  # keys, logs and files of MPI's runtime
+_VARIABLE = re.compile(r"\$(\w|\{)")
 
 
 # What a cluster has on disk while it runs:
@@ -43,7 +44,15 @@ class RunDirectory:
 
     @classmethod
     def make(cls, n: int) -> RunDirectory:
-        """Create the folders for `n` ranks. Raises RankError if there is no room or no permission to write."""
+        """Create the folders for `n` ranks. Raises RankError if there is no room or no permission to write.
+
+        Raises it also if the name would be another one for IPython, which replaces variables in its folders' names.
+        """
+        if _VARIABLE.search(tempfile.gettempdir()):
+            raise RankError(
+                f"The folder for temporary files, {tempfile.gettempdir()}, has the name of a variable in its own, which "
+                "IPython replaces by the variable's value. Set TMPDIR to a folder without $ before Python starts."
+            )
         home = None
         try:
             home = Path(tempfile.mkdtemp(prefix=PREFIX))
