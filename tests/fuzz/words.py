@@ -32,10 +32,7 @@ LINES: tuple[tuple[int, str], ...] = (
     (1, f"{_TRAIN} --app 1 --datapath t.csv --within . --mask-threshold 127 --mask-ignore 255 --num-classes 2"),
     (1, f"{_TRAIN} --app 1 --datapath t.csv --within . --fit crop --num-classes 4"),
     (1, f"{_TRAIN} --app cifar --datapath classes --num-workers 1"),
-    (
-        1,
-        "predict --model torch.nn:Conv2d --model-args [3,4,3] --activation softmax --image a.png --region 0,0,16,16 --to b.tif",
-    ),
+    (1, f"{_PREDICT} --activation softmax --image a.png --region 0,0,16,16 --to b.tif"),
     (1, "table masks pictures masks made.csv"),
     (1, "published --only hy-fi"),
     (1, "gpu-check --only exact --timeout 5"),
