@@ -70,7 +70,7 @@ def package(patch: pytest.MonkeyPatch, folder: Path, **files: str) -> int:
 
 
 def add_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:
-    """To those of mpiexec."""
+    """Start mpiexec with these variables, too."""
     plain = mpi_ranks.make_mpi_environment
     patch.setattr(mpi_ranks, "make_mpi_environment", lambda *asked: plain(*asked) | variables)
 
@@ -84,12 +84,7 @@ def no_mpiexec(patch, folder):
 
 @case(r"(?s)of \d+ processes 0 are left\. There are fewer places.*There are not enough slots", within_s=8)
 def not_enough_slots(patch, folder):
-    everything = mpi_ranks.make_mpi_environment
-    patch.setattr(
-        mpi_ranks,
-        "make_mpi_environment",
-        lambda *asked: everything(*asked) | {"PRTE_MCA_rmaps_default_mapping_policy": ""},
-    )
+    add_variables(patch, PRTE_MCA_rmaps_default_mapping_policy="")
     return 1 + (os.cpu_count() or 1)
 
 
@@ -97,10 +92,7 @@ def not_enough_slots(patch, folder):
 def as_root(patch, folder):
     if os.getuid():
         pytest.skip("only root is refused")
-    everything = mpi_ranks.make_mpi_environment
-    patch.setattr(
-        mpi_ranks, "make_mpi_environment", lambda *asked: everything(*asked) | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
-    )
+    add_variables(patch, OMPI_ALLOW_RUN_AS_ROOT="0")
     return 2
 
 
@@ -165,7 +157,7 @@ def silent_controller(patch, folder):
     return package(patch, folder, sitecustomize=text)
 
 
-@case(r"The folder for temporary files, .*it's \$HOME, has the name of a variable in its own, .*Set TMPDIR to a folder")
+@case(r"The name of the folder for temporary files, .*it's \$HOME, contains a variable, .*Set TMPDIR to a folder")
 def variable_in_tmp(patch, folder):
     (folder / "it's $HOME").mkdir()
     patch.setattr(tempfile, "tempdir", str(folder / "it's $HOME"))

@@ -140,11 +140,13 @@ def format_packing(labels: object) -> str:
     parts = list(labels.items())
     if not all(isinstance(part, Tensor) and part.dim() and len(part) == len(parts[0][1]) for _, part in parts):
         return ""
-    # Beside numbers of float32, whole ones beyond 2 ** 24 would lose their last digits.
+    # Beside numbers of float32, whole ones beyond 2 ** 24 would lose their last digits; beyond 2 ** 53, of any floats.
     common = functools.reduce(torch.promote_types, (part.dtype for _, part in parts))
-    most = 2 / torch.finfo(common).eps if common.is_floating_point else math.inf
-    whole_parts = [part for _, part in parts if not part.is_floating_point() and part.numel()]
-    needs_double = any(int(part.long().abs().max()) > most for part in whole_parts)
+    whole_parts = [part.long() for _, part in parts if not part.is_floating_point() and part.numel()]
+    largest = max((int(part.abs().max()) for part in whole_parts), default=0) if common.is_floating_point else 0
+    if largest > _count_whole_numbers(torch.float64):
+        return ""
+    needs_double = common.is_floating_point and largest > _count_whole_numbers(common)
     start, unpacked = 0, []
     for key, part in parts:
         width = math.prod(part.shape[1:])
@@ -156,3 +158,8 @@ def format_packing(labels: object) -> str:
         "in labels.values()], 1), which "
         f"the loss takes apart: loss=lambda prediction, y: your_loss(prediction, {{{', '.join(unpacked)}}})."
     )
+
+
+def _count_whole_numbers(dtype: torch.dtype) -> float:
+    """Return up to which number a floating-point type has all whole numbers."""
+    return 2 / torch.finfo(dtype).eps

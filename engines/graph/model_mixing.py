@@ -91,12 +91,13 @@ def find_mixing(trace: Callable[[int], ModelGraph], images: int, norms: Collecti
 
     `trace(times)` traces it with so many times its `images` images.
     """
-    # A single image may be a special case, as for x.squeeze(): then two of them are asked as well.
-    for times in (1, 2) if images == 1 else (1,):
-        analysis = ModelAnalysis(trace(times), partial(trace, 2 * times), norms=norms)
+    analysis = ModelAnalysis(trace(1), partial(trace, 2), norms=norms)
+    where = analysis.find_mixing()
+    # A single image may be a special case, as for x.squeeze(): then two of them are asked as well, if the model takes
+    # any other number than one.
+    if where and images == 1 and analysis.double:
+        analysis = ModelAnalysis(analysis.double, partial(trace, 4), norms=norms)
         where = analysis.find_mixing()
-        if not where:
-            break
     return where, analysis.apart
 
 

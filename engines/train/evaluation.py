@@ -288,7 +288,7 @@ def warn_of_mixing(model: nn.Module, recipe: Recipe, images: int, stacklevel: in
     if not at_once:
         advice = f"Give a multiple of {step} images{' to a plan with one micro-batch' * (step > micro_batch)}"
     warnings.warn(
-        f"The model computes with several images at once in evaluation mode, too, as far as its trace tells (see "
+        "The model computes with several images at once in evaluation mode, too, as far as its trace tells (see "
         f"{where}). Of {images} images, ranks predict {micro_batch} at a time, and fill up with copies: the results "
         f"are not those of model.eval() for all {images}. {advice}, or use model.eval() itself.",
         stacklevel=stacklevel + 1,

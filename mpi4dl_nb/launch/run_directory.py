@@ -50,8 +50,8 @@ class RunDirectory:
         """
         if _VARIABLE.search(tempfile.gettempdir()):
             raise RankError(
-                f"The folder for temporary files, {tempfile.gettempdir()}, has the name of a variable in its own, "
-                "which IPython replaces by the variable's value. Set TMPDIR to a folder without $ before Python starts."
+                f"The name of the folder for temporary files, {tempfile.gettempdir()}, contains a variable, which "
+                "IPython replaces by its value. Set TMPDIR to a folder without $ before Python starts."
             )
         home = None
         try:

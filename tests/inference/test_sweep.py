@@ -227,16 +227,8 @@ def test_peak_memory_stays_below_the_bound(mpiexec, tmp_path: Path):
     from PIL import Image
 
     Image.fromarray(RANDOM.integers(0, 256, (1600, 1800, 3), np.uint8)).save(tmp_path / "in.png")
-    flags = [
-        "--activation",
-        "softmax",
-        "--model",
-        "engines.models:UNet",
-        "--model-args",
-        '{"width": 8}',
-        "--memory-mb",
-        "540",
-    ]
+    flags = ["--activation", "softmax", "--memory-mb", "540"]
+    flags += ["--model", "engines.models:UNet", "--model-args", '{"width": 8}']
     done = mpiexec(2, "-m", "engines", "predict", *flags, "--image", tmp_path / "in.png", "--to", tmp_path / "out.tif")
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])

@@ -193,6 +193,12 @@ def test_packed_labels_keep_all_their_digits(numbers, floats):
         torch.testing.assert_close(unpacked[name], part, rtol=0, atol=0)
 
 
+def test_whole_numbers_that_no_float_has_are_not_packed_with_floats():
+    labels = {"kind": torch.tensor([2**53 + 1, 0]), "box": torch.rand(2, 3)}
+    assert format_packing(labels) == ""
+    assert format_packing({**labels, "box": torch.tensor([1, 2])})
+
+
 @pytest.mark.parametrize(
     ("images", "labels", "remedy"),
     [

@@ -192,4 +192,16 @@ def test_held_out_images_that_depend_on_those_beside_are_warned_of(images: int):
         warnings.simplefilter("always")
         for change in (MIXING["mixup by flip"], SEPARATE["norms"]):
             Training(Changed(change), ONE, cluster, (2, 3, 8, 8)).fit(pairs, held_out=held_out, progress=False)
-    assert [WARNS in str(each.message) for each in caught] == [True] * (images % 2)
+    assert [WARNS in str(each.message) and each.filename == __file__ for each in caught] == [True] * (images % 2)
+
+
+def test_a_model_that_takes_one_image_only_is_predicted_and_warned_of():
+    model = Changed(lambda x: x * x.mean((2, 3)).view(1, 4, 1, 1))
+    batch = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with Cluster(1, backend="loopback") as cluster:
+        with pytest.warns(UserWarning, match="several images at once"):
+            training = Training(model, SEVERAL, cluster, (1, 3, 8, 8))
+        with pytest.warns(UserWarning, match=WARNS):
+            found = training.predict(batch)
+    whole = torch.cat([model.double().eval()(image) for image in batch.split(1)])
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
