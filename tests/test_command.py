@@ -310,6 +310,43 @@ def test_a_recipe_is_checked_against_the_ranks():
     assert {f"model.{name}" for name, _ in model.named_parameters()} == set(recipe.graph.weights)
 
 
+class Mixup(nn.Sequential):
+    """Mixes each image with another one of its batch."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, num_classes, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward((images + images.flip(0)) / 2).mean((2, 3))
+
+
+class WithAuxiliary(Mixup):
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(images)
+        return {"logits": logits, "auxiliary": logits * 2}
+
+
+WARNED = {
+    "mixing": ("Mixup", ("--parts", 2), "computes with several images at once"),
+    "left out": ("WithAuxiliary", (), "it is given the logits"),
+}
+
+
+@pytest.mark.parametrize(("model", "flags", "text"), WARNED.values(), ids=WARNED)
+def test_a_command_warns_as_a_notebook_does(model: str, flags: tuple[object, ...], text: str):
+    plan = ("--split-size", 1, "--spatial-size", 0, "--batch-size", 4, *flags)
+    with pytest.warns(UserWarning, match=text):
+        options.make_recipe(chosen(MODEL, f"tests.test_command:{model}", *map(str, plan)), ranks=1)
+
+
+@pytest.mark.nightly
+def test_ranks_warn_once(mpiexec):
+    sizes = ("--split-size", 2, "--spatial-size", 0, "--batch-size", 4, "--parts", 2, "--max-steps", 1)
+    done = mpiexec(2, "-m", "engines", "train", "--model", "tests.test_command:Mixup", *map(str, sizes))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("computes with several images at once") == 1
+
+
 # ---- commands
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -30,7 +29,7 @@ from engines.graph.trace_cache import TraceCache
 from engines.plan import OPTIONS, Plan
 from engines.spatial.layout import check_fits
 from engines.train.optimisers import Optimiser
-from engines.train.recipe import Recipe, describe_precision_change, prepare
+from engines.train.recipe import Recipe, prepare, warn_of_differences
 
 Number = TypeVar("Number", int, float)
 
@@ -168,11 +167,12 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     def trace_model() -> ModelGraph:
         return TraceCache(model, shape, loss, device=device).get_graph(wanted)
 
-    if (changed := describe_precision_change(model, loss, wanted)) and (world is None or world.rank == 0):
-        warnings.warn(changed, stacklevel=2)
     # Every rank has built the model itself, from the same seed; only the trace is shared.
     graph = run_on_first(world, trace_model) if world else trace_model()
-    return model, prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)
+    recipe = prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)
+    if world is None or world.rank == 0:
+        warn_of_differences(model, loss, recipe, stacklevel=2)
+    return model, recipe
 
 
 # A model: a short name, or any importable callable, and the arguments to call it with.

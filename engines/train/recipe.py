@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,15 +11,15 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import (
-    choose_autocast_type,
-)
+from engines.comm.device import choose_autocast_type
 from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_names
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
+from engines.graph.outputs import warn_of_left_out
 from engines.graph.owners import iterate_owners
 from engines.graph.trace import StateNames, collect_state_names
 from engines.graph.trace_cache import Loss, TraceCache
+from engines.graph.whole_loss import warn_of_mean
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import Program
@@ -185,7 +186,15 @@ def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
     return replace(graph, trainable=graph.trainable - frozen, share=share)
 
 
-def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str:
+def warn_of_differences(model: nn.Module, loss: Loss, recipe: Recipe, stacklevel: int) -> None:
+    """Warn of what a training with this recipe may compute otherwise than the plain loop on the whole batch."""
+    warn_of_mean(recipe.graph, recipe.plan, stacklevel + 1)
+    warn_of_left_out(recipe.graph, stacklevel + 1)
+    if changed := _describe_precision_change(model, loss, recipe.plan):
+        warnings.warn(changed, stacklevel=stacklevel + 1)
+
+
+def _describe_precision_change(model: nn.Module, loss: Loss, plan: Plan) -> str:
     """Describe how the plan's precision changes weights and buffers that are not in PyTorch's default float32.
 
     Returns an empty string if it changes none of them.

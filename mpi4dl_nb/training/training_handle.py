@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,6 @@ from engines.formatting import format_bytes, format_html_table
 from engines.graph.labels import format_causes
 from engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.model_state import ModelState
-from engines.graph.outputs import warn_of_left_out
 from engines.graph.python_values import TracedValues
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
@@ -32,7 +30,7 @@ from engines.train.checkpoint_load import open_checkpoint
 from engines.train.checkpoint_save import KEEP
 from engines.train.evaluation import collect_state_dict
 from engines.train.optimisers import Optimiser
-from engines.train.recipe import Recipe, count_step_images, describe_precision_change, prepare, sgd
+from engines.train.recipe import Recipe, count_step_images, prepare, sgd, warn_of_differences
 from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
 from engines.train.training import cut_inputs
@@ -89,10 +87,7 @@ class TrainingHandle:
             self.recipe = self._prepare(plan)
             line.update(f"Compiling {plan.summary} ...")
             self.programs = compile_plan(self.recipe.graph, plan)
-        warn_of_mean(self.recipe.graph, plan, stacklevel=2)
-        warn_of_left_out(self.recipe.graph, stacklevel=2)
-        if changed := describe_precision_change(model, self.loss, plan):
-            warnings.warn(changed, stacklevel=2)
+        warn_of_differences(model, self.loss, self.recipe, stacklevel=2)
         self.name = uuid.uuid4().hex
         self.identity = self.name  # in checkpoints; `load` takes over that of the checkpoint
         self.steps = 0
