@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,28 @@ def test_a_direct_dependency_has_a_range_and_a_pin_within_it(name):
     assert name in PINS, f"{name} is not pinned in constraints.txt"
     (pin,) = PINS[name]
     assert DIRECT[name].contains(pin.version), f"{name} {pin.version} lies outside {DIRECT[name]}"
+
+
+def iterate_imports(file: Path) -> Iterator[str]:
+    """The names of the packages that a file imports, also within functions."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+
+
+def test_what_the_code_imports_is_a_direct_dependency():
+    """What another dependency brings today may be missing with its next release."""
+    files = [file for folder in ("engines", "mpi4dl_nb") for file in (ROOT / folder).rglob("*.py")]
+    imported = {name for file in files for name in iterate_imports(file)} - sys.stdlib_module_names
+    providers = packages_distributions()
+    undeclared = {
+        name: providers.get(name)
+        for name in imported - {"engines", "mpi4dl_nb"}
+        if not DIRECT.keys() & {canonicalize_name(provider) for provider in providers.get(name, [])}
+    }
+    assert undeclared == {}
 
 
 def test_a_constraint_is_an_exact_public_version():
