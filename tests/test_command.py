@@ -342,9 +342,11 @@ def test_a_command_warns_as_a_notebook_does(model: str, flags: tuple[object, ...
 @pytest.mark.nightly
 def test_ranks_warn_once(mpiexec):
     sizes = ("--split-size", 2, "--spatial-size", 0, "--batch-size", 4, "--parts", 2, "--max-steps", 1)
-    done = mpiexec(2, "-m", "engines", "train", "--model", "tests.test_command:Mixup", *map(str, sizes))
+    flags = "--model", "tests.test_command:Mixup", "--held-out", "0.2", *map(str, sizes)
+    done = mpiexec(2, "-m", "engines", "train", *flags)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("computes with several images at once") == 1
+    assert done.stderr.count("computes with several images at once, as far") == 1  # in training
+    assert done.stderr.count("computes with several images at once in evaluation mode") == 1
 
 
 # ---- commands

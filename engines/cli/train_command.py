@@ -25,7 +25,7 @@ from engines.images.loader import LoaderOptions
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import load
 from engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
-from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks, warn_of_mixing
 from engines.train.interrupts import Interrupts
 from engines.train.recipe import Recipe, count_step_images
 from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_left_over, make_smaller_recipe, run
@@ -156,6 +156,8 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
     if others is not None:
         held_out = HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
         run_on_all(world, held_out.check_loss, TraceError)
+        if not world.rank:
+            warn_of_mixing(model, held_out.forward, len(others), stacklevel=2)
         evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], held_out.images)
         evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
     # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.
