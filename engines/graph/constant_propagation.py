@@ -119,22 +119,22 @@ class ConstantPropagationMode(TorchFunctionMode):
         for tensor in _list_tensors((args, kwargs)):
             if is_real(tensor):
                 self.memory.note_read(tensor)
-        made = func(*args, **kwargs)
-        if isinstance(made, Tensor | tuple | list) or _is_mutating(func, kwargs):
-            self._propagate(func, args, kwargs, made)
-        return made
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor | tuple | list) or _is_mutating(func, kwargs):
+            self._propagate(func, args, kwargs, output)
+        return output
 
     # ---- reads of numbers
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        known = [self._find_constant(each) for each in _list_tensors((args, kwargs))]
+        known = [self._find_constant(tensor) for tensor in _list_tensors((args, kwargs))]
         if all(known):
-            for name in frozenset().union(*(each.buffers for each in known)):  # type: ignore[union-attr]
+            for name in frozenset().union(*(constant.buffers for constant in known)):  # type: ignore[union-attr]
                 self.decided.setdefault(name, find_current_line())
             return self._evaluate(func, args, kwargs)
         # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
         # what was read is noted before.
-        unknown = next(each for each in _list_tensors((args, kwargs)) if not self._find_constant(each))
+        unknown = next(tensor for tensor in _list_tensors((args, kwargs)) if not self._find_constant(tensor))
         kind = str(unknown.dtype).removeprefix("torch.")
         self.unanswered = (
             f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(unknown.shape)}"
@@ -158,23 +158,23 @@ class ConstantPropagationMode(TorchFunctionMode):
     # ---- known numbers
 
     def _find_constant(self, tensor: Tensor) -> _ConstantValue | None:
-        found = self._known.get(tensor)
+        constant = self._known.get(tensor)
         # A real tensor that forward finds in a module, say, is a constant if no optimiser changes it.
         is_plain = type(tensor) is Tensor and not tensor.is_meta and not tensor.requires_grad
-        if found is None and is_plain and tensor.numel() <= LIMIT:
+        if constant is None and is_plain and tensor.numel() <= LIMIT:
             with disable_tracing():
                 if self.memory.find_name(tensor):
                     return None
-                found = self._known[tensor] = _ConstantValue(tensor.detach().clone())
-        return found  # type: ignore[no-any-return]
+                constant = self._known[tensor] = _ConstantValue(tensor.detach().clone())
+        return constant  # type: ignore[no-any-return]
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
         given = _list_tensors((args, kwargs))
         # `zeros_like(image)` is known although the image is not; `image.new_tensor(y)` is known if `y` is.
-        read = [self._find_constant(each) for each in given[func in _BY_SHAPE :]]
+        read = [self._find_constant(argument) for argument in given[func in _BY_SHAPE :]]
         inputs_known = all(read)
-        small = all(each.numel() <= LIMIT for each in _list_tensors(made))
+        small = all(output.numel() <= LIMIT for output in _list_tensors(made))
         draws = any(word in _get_name(func) for word in _DRAWS)
         if inputs_known and small and (given or func in _MAKES) and not draws:
             try:
@@ -193,14 +193,14 @@ class ConstantPropagationMode(TorchFunctionMode):
     def _forget(self, written: list[Tensor]) -> None:
         """Forget the numbers of all tensors that share storage with a written tensor."""
         for tensor in written:
-            found = self._known.get(tensor)
-            if found is None:
+            constant = self._known.get(tensor)
+            if constant is None:
                 continue
             # The known numbers were made by the same functions as the traced tensors: their views share memory, too.
-            memory = found.numbers.untyped_storage().data_ptr()
-            for each in list(self._known):
-                if self._known[each].numbers.untyped_storage().data_ptr() == memory:
-                    del self._known[each]
+            memory = constant.numbers.untyped_storage().data_ptr()
+            for traced in list(self._known):
+                if self._known[traced].numbers.untyped_storage().data_ptr() == memory:
+                    del self._known[traced]
 
     def _evaluate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the function of the known numbers."""

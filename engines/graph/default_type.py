@@ -31,24 +31,24 @@ def use_default_type(dtype: torch.dtype) -> Iterator[None]:
     #
     #     thread 0   float32 -> float64 ............ ends
     #     thread 1              float64 .................. ends, puts float32 back
-    own = threading.get_ident()
+    thread = threading.get_ident()
     with _CHANGE:
-        _CHANGE.wait_for(lambda: _USERS.total() == _USERS[own] or torch.get_default_dtype() is dtype)
+        _CHANGE.wait_for(lambda: _USERS.total() == _USERS[thread] or torch.get_default_dtype() is dtype)
         if not _USERS.total():
             _OUTSIDE[:] = [torch.get_default_dtype()]
         before = torch.get_default_dtype()
-        _USERS[own] += 1
+        _USERS[thread] += 1
         torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         with _CHANGE:
-            _USERS[own] -= 1
-            alone = _USERS.total() == _USERS[own]
+            _USERS[thread] -= 1
+            alone = _USERS.total() == _USERS[thread]
             if alone:  # a context within another one of this thread returns to that one's type
-                torch.set_default_dtype(before if _USERS[own] else _OUTSIDE[0])
-            if not _USERS[own]:
-                del _USERS[own]
+                torch.set_default_dtype(before if _USERS[thread] else _OUTSIDE[0])
+            if not _USERS[thread]:
+                del _USERS[thread]
             _CHANGE.notify_all()
 
 

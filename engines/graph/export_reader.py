@@ -45,13 +45,13 @@ class FlopCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and count one ATen operator. Called by torch."""
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)
         if packet in flop_registry:
-            self.total += int(flop_registry[packet](*args, **kwargs, out_val=made))
+            self.total += int(flop_registry[packet](*args, **kwargs, out_val=output))
         elif packet in _OURS:
             self.total += _OURS[packet](*args)
-        return made
+        return output
 
 
 def count_flops(node: fx.Node) -> int:
@@ -152,10 +152,10 @@ class ExportReader:
         # Each `getitem` comes right after the operator whose outputs it picks. Otherwise a stage could be cut between
         # them, and the outputs would have to travel as a list.
         nodes = (
-            each
+            member
             for node in self.module.graph.nodes
             if node.target is not operator.getitem
-            for each in (node, *(user for user in node.users if user.target is operator.getitem))
+            for member in (node, *(user for user in node.users if user.target is operator.getitem))
         )
         for node in nodes:
             if node.op == "placeholder":
@@ -184,12 +184,12 @@ class ExportReader:
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
         if loss:
             answers = tuple(map(self._find_unchanged, answers))
-        made = [index for index, node in enumerate(self.nodes) if node.name in answers]
-        if not made:
+        positions = [index for index, node in enumerate(self.nodes) if node.name in answers]
+        if not positions:
             raise TraceError("The model answers with its own input: there is nothing to compute.")
         # What follows the model's last output and is in none of its modules is the loss.
         nodes = tuple(
-            replace(node, module="loss") if index > made[-1] and not node.module else node
+            replace(node, module="loss") if index > positions[-1] and not node.module else node
             for index, node in enumerate(self.nodes)
         )
         # A weight that the loss does not depend on has no gradient, and the ranks must not wait for one.
@@ -233,7 +233,7 @@ class ExportReader:
         return value
 
     def _read_call(self, node: fx.Node) -> None:
-        name, made = str(node.target), node.meta["val"]
+        name, output = str(node.target), node.meta["val"]
         schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
         if schema is None:
             if node.target is not operator.getitem:
@@ -242,10 +242,11 @@ class ExportReader:
                 )
             arguments = {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
         else:
-            given = {each.name: value for each, value in zip(schema.arguments, node.args, strict=False)}
+            given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
             given.update(node.kwargs)
             arguments = {
-                each.name: self._to_refs(given.get(each.name, each.default_value)) for each in schema.arguments
+                argument.name: self._to_refs(given.get(argument.name, argument.default_value))
+                for argument in schema.arguments
             }
         # A copy of a constant, to which no operator writes, is the constant.
         if name == "aten.lift_fresh_copy.default" or (
@@ -253,11 +254,11 @@ class ExportReader:
         ):
             self.names[node.name] = arguments["self"].name
             return
-        if isinstance(made, Tensor) and arguments.get("dtype", 0) is None and not any(find_ref_names(arguments)):
-            arguments["dtype"] = made.dtype  # of torch.ones(3): PyTorch's default here, which ranks may not have
-        if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
+        if isinstance(output, Tensor) and arguments.get("dtype", 0) is None and not any(find_ref_names(arguments)):
+            arguments["dtype"] = output.dtype  # of torch.ones(3): PyTorch's default here, which ranks may not have
+        if isinstance(output, Tensor) and any(not isinstance(size, int) for size in output.shape):
             raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
-        if self.has_loss and (flag := next((each for each in ("sparse", "sparse_grad") if arguments.get(each)), "")):
+        if self.has_loss and (flag := next((key for key in ("sparse", "sparse_grad") if arguments.get(key)), "")):
             raise TraceError(
                 f"{name} in {describe_location(node)} makes a sparse gradient, and ranks have dense ones only. "
                 f"Say {flag}=False, as in nn.Embedding(..., sparse=False): the gradient has the same numbers."
@@ -272,7 +273,7 @@ class ExportReader:
                 name=node.name,
                 operator="getitem" if schema is None else name,
                 arguments=arguments,
-                spec=make_tensor_spec(made) if isinstance(made, Tensor) else None,
+                spec=make_tensor_spec(output) if isinstance(output, Tensor) else None,
                 module=get_module_path(node),
                 source=find_source_line(node),
                 flops=count_flops(node),

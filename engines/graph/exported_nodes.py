@@ -45,7 +45,7 @@ def find_user_line(frames: str, ours: Sequence[str]) -> str:
     theirs = [
         f"{head.strip().split(', in ')[0].replace('File ', '')}: {text.strip()}"
         for head, text in itertools.pairwise(lines)
-        if head.strip().startswith("File ") and not any(each in head.split(", in ")[0] for each in ours)
+        if head.strip().startswith("File ") and not any(folder in head.split(", in ")[0] for folder in ours)
     ]
     return theirs[-1] if theirs else ""
 
@@ -124,27 +124,27 @@ def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node,
     #
     # becomes x -> relu -> exp -> y, with both operators marked as without gradient.
     inner = _get_attribute(owner, nested)  # type: ignore[arg-type]
-    made: dict[fx.Node, Any] = {}
+    inlined: dict[fx.Node, Any] = {}
     given = iter(arguments)
-    for each in inner.graph.nodes:
-        if each.op == "placeholder":
-            made[each] = next(given)
-        elif each.op == "output":
-            return [made[item] if isinstance(item, fx.Node) else item for item in each.args[0]]
-        elif _is_graph(inner, each):
-            made[each] = each
-        elif each.target is operator.getitem and isinstance(made[each.args[0]], list):
-            made[each] = made[each.args[0]][each.args[1]]
+    for inner_node in inner.graph.nodes:
+        if inner_node.op == "placeholder":
+            inlined[inner_node] = next(given)
+        elif inner_node.op == "output":
+            return [inlined[item] if isinstance(item, fx.Node) else item for item in inner_node.args[0]]
+        elif _is_graph(inner, inner_node):
+            inlined[inner_node] = inner_node
+        elif inner_node.target is operator.getitem and isinstance(inlined[inner_node.args[0]], list):
+            inlined[inner_node] = inlined[inner_node.args[0]][inner_node.args[1]]
         else:
             # Attributes of a nested graph are those of its own module: they move to the top under a name that is free.
             with top.graph.inserting_before(node):
-                made[each] = copied = top.graph.node_copy(each, lambda item: made[item])
-            if each.op == "get_attr":
+                inlined[inner_node] = copied = top.graph.node_copy(inner_node, lambda item: inlined[item])
+            if inner_node.op == "get_attr":
                 copied.target = f"of_{copied.name}"
-                setattr(top, copied.target, _get_attribute(inner, each))
-            copied.meta = {**each.meta, **marks}  # an inner region overrides the marks of the one around it
-            if isinstance(each.target, torch._ops.HigherOrderOperator):
-                made[each] = _inline_subgraph(top, inner, copied, marks)
+                setattr(top, copied.target, _get_attribute(inner, inner_node))
+            copied.meta = {**inner_node.meta, **marks}  # an inner region overrides the marks of the one around it
+            if isinstance(inner_node.target, torch._ops.HigherOrderOperator):
+                inlined[inner_node] = _inline_subgraph(top, inner, copied, marks)
                 top.graph.erase_node(copied)
     return []
 
@@ -193,8 +193,8 @@ def insert_detaches(module: fx.GraphModule) -> fx.GraphModule:
                 continue
             if value not in away:
                 with module.graph.inserting_before(node):
-                    away[value] = made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
-                made.meta = {**node.meta, "val": value.meta["val"].detach()}
+                    away[value] = detach = module.graph.call_function(torch.ops.aten.detach.default, (value,))
+                detach.meta = {**node.meta, "val": value.meta["val"].detach()}
             node.replace_input_with(value, away[value])
     return module
 
@@ -213,10 +213,10 @@ class _CastRecorder(TorchDispatchMode):
         self.casts: dict[int, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is _TO and args[0].is_floating_point() and made.is_floating_point():
-            self.casts[id(args[0])] = made.dtype
-        return made
+        output = func(*args, **(kwargs or {}))
+        if func is _TO and args[0].is_floating_point() and output.is_floating_point():
+            self.casts[id(args[0])] = output.dtype
+        return output
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,8 @@ def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: 
                 'forward asks a tensor for its device (x.device.type): this is "cpu" while it is traced. Name the '
                 'device, torch.autocast("cuda", ...); or train with device="cpu".'
             )
-    own = [regions[device] for node in module.graph.nodes if device in (regions := node.meta.get(AUTOCAST, {}))]
-    if precision is None and not any(casts for _, casts in own):
+    autocasts = [regions[device] for node in module.graph.nodes if device in (regions := node.meta.get(AUTOCAST, {}))]
+    if precision is None and not any(casts for _, casts in autocasts):
         return module
     with FakeTensorMode() as mode, torch.no_grad():
         caster = _Caster(module, precision, device, mode)
@@ -327,6 +327,6 @@ class _Caster:
 
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), resolve)
         with _CastRecorder() as seen:
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
-        results = made if isinstance(made, list | tuple) else (made,)
-        return _OperatorRun(made, [item.dtype for item in results if isinstance(item, Tensor)], seen.casts)
+            output = node.target(*args, **kwargs)  # type: ignore[operator]
+        results = output if isinstance(output, list | tuple) else (output,)
+        return _OperatorRun(output, [item.dtype for item in results if isinstance(item, Tensor)], seen.casts)

@@ -129,12 +129,12 @@ class _Functionaliser:
         if written is not None:
             self._write(node, self.aliases[written])
         elif node not in self.aliases:  # a `getitem` was tracked with the operator whose outputs it picks
-            for made in (node, *(user for user in node.users if user.target is operator.getitem)):
-                viewed = self._find_viewed_input(made, node)
+            for output in (node, *(user for user in node.users if user.target is operator.getitem)):
+                viewed = self._find_viewed_input(output, node)
                 if viewed is not None:
-                    self._add_view(made, self.aliases[viewed])
+                    self._add_view(output, self.aliases[viewed])
                 else:
-                    self.aliases[made] = _Alias(_Memory(node.op == "get_attr"), None, made, made, 0)
+                    self.aliases[output] = _Alias(_Memory(node.op == "get_attr"), None, output, output, 0)
         self._track_gradient(node)
 
     def _find_viewed_input(self, made: fx.Node, node: fx.Node) -> fx.Node | None:
@@ -148,7 +148,9 @@ class _Functionaliser:
         # Neither the schema nor the operator's name tells whether `reshape` or `contiguous` copied. The fake tensors of
         # the trace do: views share a storage.
         here = self.memories[made]
-        return next((each for each in node.all_input_nodes if here & self.memories.get(each, frozenset())), None)
+        return next(
+            (argument for argument in node.all_input_nodes if here & self.memories.get(argument, frozenset())), None
+        )
 
     def _add_view(self, node: fx.Node, of: _Alias) -> None:
         node.meta[_VIEW] = True
@@ -163,7 +165,7 @@ class _Functionaliser:
         else:
             value = node.meta.get("val")
             is_integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-            carries = not is_integral and any(each in self.carrying for each in node.all_input_nodes)
+            carries = not is_integral and any(argument in self.carrying for argument in node.all_input_nodes)
         if carries:
             self.carrying.add(node)
 
@@ -178,8 +180,8 @@ class _Functionaliser:
                     "another view. Make that operator out-of-place."
                 )
             parent, view = self._get_current_value(alias.parent, reader), alias.view
-            made = self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs)
-            self._set_value(alias, made)
+            replayed = self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs)
+            self._set_value(alias, replayed)
         return alias.value
 
     def _set_value(self, alias: _Alias, value: fx.Node) -> None:
@@ -207,7 +209,7 @@ class _Functionaliser:
         if str(node.target) in _INPLACE_VIEWS:  # `unsqueeze_`, say: from now on, the old name refers to the new shape
             node.target = _find_functional_target(node)
             self._add_view(node, alias)
-            for name in [name for name, each in self.aliases.items() if each is alias]:
+            for name in [name for name, named in self.aliases.items() if named is alias]:
                 self.aliases[name] = self.aliases[node]
             return
         base = alias.base
@@ -217,11 +219,11 @@ class _Functionaliser:
                 f"{node.target} in {describe_location(node)} changes, under torch.no_grad(), a tensor that has a "
                 "gradient: the gradient would be that of other values. Make that operator out-of-place."
             )
-        made = self._make_out_of_place(node, alias.value)
+        replacement = self._make_out_of_place(node, alias.value)
         # `y += x` keeps the type of y, whatever autocast makes of `y + x` (see `insert_casts`).
-        made.meta[WRITTEN] = alias.value
-        self._propagate_write(node, alias, made)
-        node.replace_all_uses_with(made)
+        replacement.meta[WRITTEN] = alias.value
+        self._propagate_write(node, alias, replacement)
+        node.replace_all_uses_with(replacement)
         self.graph.erase_node(node)
 
     def _propagate_write(self, node: fx.Node, alias: _Alias, made: fx.Node) -> None:
@@ -251,43 +253,47 @@ class _Functionaliser:
             path.append((alias, part))
         memory = alias.memory
         memory.version, memory.writer = memory.version + 1, made  # before `_set_value`, which records the new version
-        for each, value in path:
-            self._set_value(each, value)
+        for reached, value in path:
+            self._set_value(reached, value)
 
     def _make_out_of_place(self, node: fx.Node, value: fx.Node) -> fx.Node:
         make, like = partial(self._make, node, node), value.meta["val"]
         if node.target in (_ATEN.copy_.default, _ATEN.fill_.Tensor):  # the source, in the type and shape of `value`
             source: fx.Node = node.args[1]  # type: ignore[assignment]
-            made = source
-            if made.meta["val"].dtype != like.dtype:
-                made = make(_ATEN._to_copy.default, made, dtype=like.dtype)
-            if made.meta["val"].shape != like.shape:
-                made = make(_ATEN.expand.default, made, list(like.shape))
-            return made if made is not source else make(_ATEN.alias.default, made)
+            replacement = source
+            if replacement.meta["val"].dtype != like.dtype:
+                replacement = make(_ATEN._to_copy.default, replacement, dtype=like.dtype)
+            if replacement.meta["val"].shape != like.shape:
+                replacement = make(_ATEN.expand.default, replacement, list(like.shape))
+            return replacement if replacement is not source else make(_ATEN.alias.default, replacement)
         if (masked := _make_masked_where(make, node, value)) is not None:
             return masked
         target = _find_functional_target(node)
         # Defaults are filled in: `bernoulli.p` requires an argument that `bernoulli_` has a default for.
         left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
-        given = [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
-        made = make(target, value, *given[1 : len(target._schema.arguments)], **node.kwargs)
-        return made if made.meta["val"].dtype == like.dtype else make(_ATEN._to_copy.default, made, dtype=like.dtype)
+        given = [*node.args, *(argument.default_value for argument in left_out if not argument.kwarg_only)]
+        replacement = make(target, value, *given[1 : len(target._schema.arguments)], **node.kwargs)
+        return (
+            replacement
+            if replacement.meta["val"].dtype == like.dtype
+            else make(_ATEN._to_copy.default, replacement, dtype=like.dtype)
+        )
 
     def _make(self, reader: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator before `reader`, with the source location of `origin`."""
         with self.graph.inserting_before(reader):
-            made = self.graph.call_function(target, args, kwargs)
+            node = self.graph.call_function(target, args, kwargs)
         # The shape, type and storage of the new value, which later passes read: the operator runs once without memory.
         live = fx.node.map_aggregate(
-            (args, kwargs), lambda each: each.meta["val"] if isinstance(each, fx.Node) else each
+            (args, kwargs), lambda argument: argument.meta["val"] if isinstance(argument, fx.Node) else argument
         )
         with self.mode, torch.no_grad():
             value = target(*live[0], **live[1])  # type: ignore[index]
-        made.meta = {**origin.meta, "val": value, _MADE: True}
-        made.meta.pop(WRITTEN, None)
-        self.aliases[made] = _Alias(_Memory(False), None, made, made, 0)
-        self._track_gradient(made)
-        return made
+        node.meta = {**origin.meta, "val": value, _MADE: True}
+        node.meta.pop(WRITTEN, None)
+        self.aliases[node] = _Alias(_Memory(False), None, node, node, 0)
+        self._track_gradient(node)
+        return node
 
 
 def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
@@ -328,7 +334,7 @@ def _find_functional_target(node: fx.Node) -> Any:
 def _get_argument(node: fx.Node, name: str) -> Any:
     """Return an operator's argument by the name in its schema."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    place = next(index for index, each in enumerate(schema) if each.name == name)
+    place = next(index for index, argument in enumerate(schema) if argument.name == name)
     given = node.kwargs.get(name, schema[place].default_value)
     return node.args[place] if place < len(node.args) else given
 
@@ -403,12 +409,12 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
         source = new.args[0]
         if source.meta["val"].shape == value.meta["val"].shape:
             picked = source
-    found = new.meta["val"]
-    if picked is None and isinstance(found, Tensor) and all(isinstance(size, int) for size in found.shape):
+    assigned = new.meta["val"]
+    if picked is None and isinstance(assigned, Tensor) and all(isinstance(size, int) for size in assigned.shape):
         # A number, or a vector along the axes after the mask, broadcasts over all masked positions.
-        if found.dim() <= trailing:
+        if assigned.dim() <= trailing:
             picked = new
-        elif found.numel() == 1:
+        elif assigned.numel() == 1:
             picked = make(torch.ops.aten.reshape.default, new, [])
     if picked is None:
         return None

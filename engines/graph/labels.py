@@ -56,16 +56,16 @@ def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
 
     Labels that the loss changes first, such as `torch.where(labels == 255, 0, labels)`, are not followed.
     """
-    direct, found = find_unchanged_labels(graph), []
+    direct, specs = find_unchanged_labels(graph), []
     for node in graph.nodes:
         name, a = node.short_operator, node.arguments
         if name in CLASS_LOSSES and (target := _get_ref_name(node, "target")) in direct:
             shape = graph.specs[a["self"].name].shape
             if not graph.specs[a["target"].name].is_floating:
-                found.append(LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"], direct[target]))
+                specs.append(LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"], direct[target]))
         elif name == "one_hot" and (target := _get_ref_name(node, "self")) in direct and a.get("num_classes", -1) > 0:
-            found.append(LabelSpec(a["num_classes"], part=direct[target]))
-    return tuple(dict.fromkeys(found))
+            specs.append(LabelSpec(a["num_classes"], part=direct[target]))
+    return tuple(dict.fromkeys(specs))
 
 
 def find_unchanged_labels(graph: ModelGraph) -> dict[str | None, str]:
@@ -73,13 +73,13 @@ def find_unchanged_labels(graph: ModelGraph) -> dict[str | None, str]:
 
     Each is mapped to the value that has the same labels in it: "labels", or the last one that took a part of them.
     """
-    found: dict[str | None, str] = {"labels": "labels"}
+    names: dict[str | None, str] = {"labels": "labels"}
     for node in graph.nodes:
-        if node.short_operator not in _PASSING or not node.reads or node.reads[0] not in found:
+        if node.short_operator not in _PASSING or not node.reads or node.reads[0] not in names:
             continue
         if {*node.reads[1:]} <= graph.constants.keys():  # such as the numbers of index_select
-            found[node.name] = node.name if node.short_operator in _PICKING else found[node.reads[0]]
-    return found
+            names[node.name] = node.name if node.short_operator in _PICKING else names[node.reads[0]]
+    return names
 
 
 def find_invalid_labels(graph: ModelGraph, labels: Tensor) -> Iterator[tuple[LabelSpec, Tensor]]:
@@ -159,10 +159,10 @@ class LabelCounter:
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         # A program like that of a forward pass, whose only inputs are labels.
         self.worker = None
-        for own in (each.program for each in program.select_instructions(CountLabels)):
-            found = {name: owned[name].detach() for name in own.buffers}
-            self.worker = Worker(own, world, {}, found, device=device)
-            self.worker.step_labels = [b"counts the labels of the whole batch"] * len(own.steps)
+        for label_program in (instruction.program for instruction in program.select_instructions(CountLabels)):
+            buffers = {name: owned[name].detach() for name in label_program.buffers}
+            self.worker = Worker(label_program, world, {}, buffers, device=device)
+            self.worker.step_labels = [b"counts the labels of the whole batch"] * len(label_program.steps)
 
     def count(self, instruction: CountLabels, labels: Mapping[int, Tensor]) -> int:
         """Update `values` from this rank's `labels`, by micro-batch, and return the bytes sent.
@@ -174,12 +174,12 @@ class LabelCounter:
         parts = []
         for total in self.totals:
             # Only the rank that seeds the loss of a micro-batch contributes, so that the sum counts each one once.
-            found = [
+            counts = [
                 worker.peek(total.source, number).detach().double().cpu().flatten()
                 for number in worker.program.directions
                 if worker.program.get_direction_program(number).seeds_loss
             ]
-            parts.append(torch.stack(found).sum(0) if found else torch.zeros(total.spec.numel, dtype=torch.float64))
+            parts.append(torch.stack(counts).sum(0) if counts else torch.zeros(total.spec.numel, dtype=torch.float64))
         sums = torch.cat(parts)  # all totals in one vector, so that a step needs a single all-reduce
         sent_bytes = sum(event.bytes for event in worker.events)
         worker.restart({})
@@ -237,7 +237,7 @@ def find_causes(
 
     `recent` are the losses of the last steps, the newest last; empty if this rank does not have them.
     """
-    found = [*_find_uncounted_labels(graph, worker, counting, micro_batch), *_find_bad_inputs(worker, micro_batch)]
+    causes = [*_find_uncounted_labels(graph, worker, counting, micro_batch), *_find_bad_inputs(worker, micro_batch)]
     held = {**worker.weights, **worker.buffers}
     names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
     if names:
@@ -245,13 +245,13 @@ def find_causes(
             f"Weights are not finite themselves after {worker.steps - 1} updates: {format_names(names)}. "
             "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm)."
         )
-        found.append(NonFiniteCause(WEIGHTS, words))
+        causes.append(NonFiniteCause(WEIGHTS, words))
     if micro_batch is None:
-        return found
+        return causes
     if len(recent) > 1 and abs(recent[-1]) > _GROWN * min(map(abs, recent)):
         losses = ", ".join(f"{loss:.4g}" for loss in recent)
         words = f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
-        found.append(NonFiniteCause(GROWTH, words))
+        causes.append(NonFiniteCause(GROWTH, words))
     state = worker.micro_batch_states[micro_batch]
     answer = state.leaves.get(graph.prediction)
     if answer is not None and _count_non_finite(state.fetch(answer).detach()):
@@ -264,8 +264,8 @@ def find_causes(
             "The model's answers are finite: the loss itself has no value for them, such as a logarithm of 0, or a "
             "mean over no labels."
         )
-    found.append(NonFiniteCause(ELSE, words))
-    return found
+    causes.append(NonFiniteCause(ELSE, words))
+    return causes
 
 
 def _find_uncounted_labels(

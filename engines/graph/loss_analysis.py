@@ -52,8 +52,8 @@ class BatchAggregation:
         It is known if all are, derived if any is, and has the denominators of all. `changes` replace fields.
         """
         every = (self, *others)
-        known, derived = all(each.known for each in every), any(each.derived for each in every)
-        over = frozenset().union(*(each.over for each in every))
+        known, derived = all(share.known for share in every), any(share.derived for share in every)
+        over = frozenset().union(*(share.over for share in every))
         return replace(self, known=known, derived=derived, over=over, **changes)
 
 
@@ -162,29 +162,31 @@ class LossAnalysis:
         """The twin's nodes by name; empty if the twin's sequence of operators differs."""
         if self.double is None:
             return {}
-        mine, theirs = ([(node.name, node.operator) for node in each.nodes] for each in (self.graph, self.double))
+        mine, theirs = ([(node.name, node.operator) for node in graph.nodes] for graph in (self.graph, self.double))
         return {node.name: node for node in self.double.nodes} if mine == theirs else {}
 
     def analyse(self) -> BatchAggregation:
         """Return the aggregation of the loss itself."""
         for node in find_loss_nodes(self.graph):
-            found = self._compute_aggregation(node)
+            aggregation = self._compute_aggregation(node)
             # The twin costs a second trace. It is consulted only if a rule has already computed it (cached_property).
-            if found.kind is AggregationKind.ROWS and node.spec and "twins" in self.__dict__:
+            if aggregation.kind is AggregationKind.ROWS and node.spec and "twins" in self.__dict__:
                 twin = self.twins.get(node.name)
-                if twin is None or find_batch_axis(node.spec, twin.spec) != found.axis:
-                    found = self._mark_unknown(node)
-            self.aggregations[node.name] = found
-        found = self.get_aggregation(self.graph.loss or "")
+                if twin is None or find_batch_axis(node.spec, twin.spec) != aggregation.axis:
+                    aggregation = self._mark_unknown(node)
+            self.aggregations[node.name] = aggregation
+        aggregation = self.get_aggregation(self.graph.loss or "")
         if self.__dict__.get("twins"):  # each of the model's outputs that the loss reads has its images along axis 0
             read = {name for node in find_loss_nodes(self.graph) for name in node.reads}.intersection(
                 self.graph.answers
             )
             if any(find_batch_axis(self.nodes[name].spec, self.twins[name].spec) != 0 for name in read):
-                found = BatchAggregation(AggregationKind.ROWS)
-        if found.kind is AggregationKind.ROWS or (found.kind is AggregationKind.SUM and found.degree not in (0, 1)):
+                aggregation = BatchAggregation(AggregationKind.ROWS)
+        if aggregation.kind is AggregationKind.ROWS or (
+            aggregation.kind is AggregationKind.SUM and aggregation.degree not in (0, 1)
+        ):
             return self._mark_unknown(self.nodes[self.graph.loss or ""])
-        return found
+        return aggregation
 
     def get_aggregation(self, name: str) -> BatchAggregation:
         """Return the aggregation of a node's output, an input, a weight or a buffer."""
@@ -213,7 +215,7 @@ class LossAnalysis:
     def _compute_aggregation(self, node: Node) -> BatchAggregation:
         shares = {ref: self.get_aggregation(ref) for ref in node.reads}
         drawn = uses_generator(node) or find_sample_number(self.graph, node) is not None  # others in each micro-batch
-        if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
+        if drawn or any(share.kind is AggregationKind.UNKNOWN for share in shares.values()):
             return self._mark_unknown(node)
         return self.apply_rule(node)
 
@@ -225,7 +227,7 @@ class LossAnalysis:
             return rule(self, node) or self._mark_unknown(node)
         # Without a rule, any function of batch-independent values is batch-independent itself.
         plain = [self.resolve_total(ref) for ref in node.reads]
-        is_same = all(each.kind is AggregationKind.SAME and each.degree == 0 for each in plain)
+        is_same = all(share.kind is AggregationKind.SAME and share.degree == 0 for share in plain)
         if is_same and self.is_batch_independent(node):
             return CONSTANT.combine(*plain)
         return self._mark_unknown(node)
@@ -237,11 +239,11 @@ class LossAnalysis:
 
         A known sum is added to `wanted` and counts as its total over all micro-batches.
         """
-        found = self.get_aggregation(name)
-        if found.kind is AggregationKind.SUM and found.known:
+        aggregation = self.get_aggregation(name)
+        if aggregation.kind is AggregationKind.SUM and aggregation.known:
             self.wanted.add(name)
             return BatchAggregation(AggregationKind.SAME, derived=True)
-        return found
+        return aggregation
 
     def is_batch_independent(self, node: Node) -> bool:
         """Return whether neither a node's arguments nor its output shape depend on the number of images."""

@@ -23,30 +23,30 @@ from engines.graph.model_graph import Node, Ref, find_ref_names
 def propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a view: images stay separate if the element count before their axis is unchanged."""
     ref = node.arguments["self"]
-    found = a.get_aggregation(ref.name)
-    if found.kind is not AggregationKind.ROWS:
-        return found
+    share = a.get_aggregation(ref.name)
+    if share.kind is not AggregationKind.ROWS:
+        return share
     axis = a.find_node_axis(node)
     if axis is None or node.spec is None:
         return None
     # (T, N, C) as (T * N, C): the new axis holds the images T times. Losses take no such rows.
-    before, kept = found.outer * prod(a.get_spec(ref).shape[: found.axis]), prod(node.spec.shape[:axis])
+    before, kept = share.outer * prod(a.get_spec(ref).shape[: share.axis]), prod(node.spec.shape[:axis])
     outer = before // kept
     whole = before == outer * kept and node.spec.shape[axis] % outer == 0
-    return replace(found, axis=axis, outer=outer) if whole and (outer == 1 or a.of_model) else None
+    return replace(share, axis=axis, outer=outer) if whole and (outer == 1 or a.of_model) else None
 
 
 @aggregates("permute", "transpose", "movedim", "swapaxes", "t", "numpy_T", "select", "slice", "narrow")
 def propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a permutation of dimensions, or of a slice along a dimension other than the batch's."""
     ref = node.arguments["self"]
-    found = a.get_aggregation(ref.name)
-    if found.kind is not AggregationKind.ROWS:
-        return found if a.is_batch_independent(node) else None
+    share = a.get_aggregation(ref.name)
+    if share.kind is not AggregationKind.ROWS:
+        return share if a.is_batch_independent(node) else None
     # A slice that takes all images, as x[:], keeps the shape.
     dim, before = node.arguments.get("dim"), a.get_spec(ref)
-    takes_images = isinstance(dim, int) and dim % len(before.shape) == found.axis and node.spec != before
-    return None if takes_images else make_rows(found, a.find_node_axis(node))
+    takes_images = isinstance(dim, int) and dim % len(before.shape) == share.axis and node.spec != before
+    return None if takes_images else make_rows(share, a.find_node_axis(node))
 
 
 @aggregates("expand", "expand_as", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
@@ -54,15 +54,15 @@ def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a broadcast or fill whose output shape may contain the batch size."""
     ref = node.arguments.get("self")
     is_fill = not isinstance(ref, Ref) or node.operator.startswith("aten.new_")  # `new_zeros` takes only the type
-    found = CONSTANT if is_fill else a.get_aggregation(ref.name)
+    share = CONSTANT if is_fill else a.get_aggregation(ref.name)
     # A fill with the number of images, or with its inverse, is not the same in the whole batch.
     if a.get_number_aggregation(node, "fill_value") != CONSTANT:
         return None
-    if found.kind is AggregationKind.SUM:
-        return found if a.is_batch_independent(node) else None
-    if node.name in a.twins and a.twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
-        return found
-    return None if found.degree else make_rows(found, a.find_node_axis(node))
+    if share.kind is AggregationKind.SUM:
+        return share if a.is_batch_independent(node) else None
+    if node.name in a.twins and a.twins[node.name].spec == node.spec and share.kind is AggregationKind.SAME:
+        return share
+    return None if share.degree else make_rows(share, a.find_node_axis(node))
 
 
 @aggregates(
@@ -72,15 +72,15 @@ def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 def propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an operator along dimensions other than the batch's."""
     ref = node.arguments["self"]
-    found = a.resolve_total(ref.name)
-    if not found.is_plain or len(node.reads) != 1:
+    share = a.resolve_total(ref.name)
+    if not share.is_plain or len(node.reads) != 1:
         return None
-    if found.kind is AggregationKind.SAME:
-        return found
+    if share.kind is AggregationKind.SAME:
+        return share
     dims = normalise_dims(node.arguments.get("dim"), len(a.get_spec(ref).shape))
-    if not dims or found.axis in dims:
+    if not dims or share.axis in dims:
         return None
-    return found if node.spec is None else make_rows(found, a.find_node_axis(node))
+    return share if node.spec is None else make_rows(share, a.find_node_axis(node))
 
 
 @aggregates(
@@ -91,9 +91,9 @@ def propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None
 def propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an operator that processes each entry of the first dimension, the batch, separately."""
     shares = [a.resolve_total(name) for name in node.reads]
-    if not all(each.is_plain and each.axis == 0 for each in shares):
+    if not all(share.is_plain and share.axis == 0 for share in shares):
         return None
-    rows = [each for each in shares if each.kind is AggregationKind.ROWS]
+    rows = [share for share in shares if share.kind is AggregationKind.ROWS]
     dims = normalise_dims(node.arguments.get("dim"), len(a.graph.specs[node.reads[0]].shape))
     if not rows:
         return CONSTANT.combine(*shares)
@@ -107,55 +107,55 @@ def propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of indexing a constant, such as class weights, with per-image indices."""
     table, indices = a.resolve_total(node.arguments["self"].name), node.arguments["indices"]
     shares = [a.resolve_total(name) for name in find_ref_names(indices)]
-    if not all(each.is_plain for each in (table, *shares)) or table.kind is not AggregationKind.SAME:
+    if not all(share.is_plain for share in (table, *shares)) or table.kind is not AggregationKind.SAME:
         return None
-    made = table.combine(*shares)
-    if all(each.kind is AggregationKind.SAME for each in shares):
-        return made
-    return make_rows(made, a.find_node_axis(node)) if len(shares) == 1 else None
+    combined = table.combine(*shares)
+    if all(share.kind is AggregationKind.SAME for share in shares):
+        return combined
+    return make_rows(combined, a.find_node_axis(node)) if len(shares) == 1 else None
 
 
 @aggregates("stack", "cat")
 def propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a concatenation or stack along a dimension other than the batch's."""
-    found = [a.get_aggregation(name) for name in node.reads]
+    shares = [a.get_aggregation(name) for name in node.reads]
     # Joined values must aggregate alike: rows with rows of the same axis, sums with sums of the same degree.
-    first = found[0]
-    if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
+    first = shares[0]
+    if any((share.kind, share.degree, share.axis) != (first.kind, first.degree, first.axis) for share in shares):
         return None
-    made = first.combine(*found)
+    combined = first.combine(*shares)
     if first.kind is not AggregationKind.ROWS:
-        return made
+        return combined
     axis, along = a.find_node_axis(node), node.arguments.get("dim")
     count = len(node.spec.shape) if node.spec else 0
-    return make_rows(made, axis) if axis is not None and isinstance(along, int) and along % count != axis else None
+    return make_rows(combined, axis) if axis is not None and isinstance(along, int) and along % count != axis else None
 
 
 @aggregates("split", "split_with_sizes", "chunk", "unbind")
 def propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a split into several tensors, each of which `getitem` reads."""
     ref = node.arguments["self"]
-    found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
-    separate = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis
-    return found if separate else None
+    share, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
+    separate = share.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != share.axis
+    return share if separate else None
 
 
 @aggregates("getitem")
 def propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of one of several outputs."""
-    found = a.get_aggregation(node.reads[0])
-    return make_rows(found, a.find_node_axis(node)) if found.kind is AggregationKind.ROWS else found
+    share = a.get_aggregation(node.reads[0])
+    return make_rows(share, a.find_node_axis(node)) if share.kind is AggregationKind.ROWS else share
 
 
 @aggregates("broadcast_tensors")
 def propagate_broadcast(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of tensors of one shape, each of which `getitem` reads."""
     shares = {name: a.resolve_total(name) for name in node.reads}
-    made = CONSTANT.combine(*shares.values())
-    if all(each.kind is AggregationKind.SAME and each.degree == 0 for each in shares.values()):
-        return made
-    aligned = all(each.is_plain for each in shares.values()) and a.find_axis_from_end(shares) is not None
-    return make_rows(made, 0) if aligned else None  # `getitem` finds the axis
+    combined = CONSTANT.combine(*shares.values())
+    if all(share.kind is AggregationKind.SAME and share.degree == 0 for share in shares.values()):
+        return combined
+    aligned = all(share.is_plain for share in shares.values()) and a.find_axis_from_end(shares) is not None
+    return make_rows(combined, 0) if aligned else None  # `getitem` finds the axis
 
 
 # Aggregation rules of arithmetic operators: sums, means, products and losses. A rule returns None for unknown.
@@ -168,12 +168,12 @@ NONE, MEAN, SUM = 0, 1, 2  # ATen's `reduction`
 def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of any pointwise function; a reduction of that name has a rule of its own."""
     shares = {name: a.resolve_total(name) for name in node.reads}
-    if not all(each.is_plain for each in shares.values()) or not a.has_constant_arguments(node):
+    if not all(share.is_plain for share in shares.values()) or not a.has_constant_arguments(node):
         return None
-    made = CONSTANT.combine(*shares.values())
-    if all(each.kind is AggregationKind.SAME for each in shares.values()):
-        return made
-    return make_rows(made, a.find_aligned_axis(node, shares))
+    combined = CONSTANT.combine(*shares.values())
+    if all(share.kind is AggregationKind.SAME for share in shares.values()):
+        return combined
+    return make_rows(combined, a.find_aligned_axis(node, shares))
 
 
 @aggregates(
@@ -216,15 +216,15 @@ def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
         return None
     degree = one.degree - two.degree if divides else one.degree + two.degree
     main = one if two.kind is AggregationKind.SAME else two
-    made = main.combine(one, two, degree=degree)
+    combined = main.combine(one, two, degree=degree)
     first, second = node.arguments["self"], node.arguments["other"]
     if divides and two.derived:  # "?" stands for a denominator that is computed from totals, but is not one itself
         is_total = isinstance(second, Ref) and second.name in a.totals | a.wanted
-        made = replace(made, over=one.over | {second.name if is_total else "?"})
-    if made.kind is not AggregationKind.ROWS:
-        return made
+        combined = replace(combined, over=one.over | {second.name if is_total else "?"})
+    if combined.kind is not AggregationKind.ROWS:
+        return combined
     operands = {ref.name: share for ref, share in ((first, one), (second, two)) if isinstance(ref, Ref)}
-    return make_rows(made, a.find_aligned_axis(node, operands))
+    return make_rows(combined, a.find_aligned_axis(node, operands))
 
 
 def _resolve_factors(
@@ -259,8 +259,10 @@ def propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
         return propagate_pointwise(a, node) if one.degree == two.degree == 0 or AggregationKind.SUM in kinds else None
     # A value that is the same for all M micro-batches is the sum of them, divided by M once more.
     one, two = (
-        replace(each, kind=AggregationKind.SUM, degree=each.degree + 1) if each.kind is AggregationKind.SAME else each
-        for each in (one, two)
+        replace(share, kind=AggregationKind.SUM, degree=share.degree + 1)
+        if share.kind is AggregationKind.SAME
+        else share
+        for share in (one, two)
     )
     if one.degree == two.degree:
         return one.combine(two)
@@ -268,11 +270,11 @@ def propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
         return propagate_pointwise(a, node)
     # A sum (degree 0) and a mean (degree 1). The rewritten graph multiplies the sum by M, which makes it a mean, too:
     # sum_i(x_i) + sum_i(y_i) / M = sum_i(M * x_i + y_i) / M.
-    for argument, each in (("self", one), ("other", two)):
+    for argument, share in (("self", one), ("other", two)):
         ref = node.arguments[argument]
-        if each.degree not in (0, 1) or (each.degree == 0 and not isinstance(ref, Ref)):
+        if share.degree not in (0, 1) or (share.degree == 0 and not isinstance(ref, Ref)):
             return None
-        if each.degree == 0:
+        if share.degree == 0:
             a.scaled.add((node.name, ref.name))
     return one.combine(two, degree=1)
 
@@ -281,18 +283,18 @@ def propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 def propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a sum or mean, over the batch or over other dimensions."""
     ref, mean = node.arguments["self"], ".mean." in node.operator
-    found, spec = a.get_aggregation(ref.name), a.get_spec(ref)
+    share, spec = a.get_aggregation(ref.name), a.get_spec(ref)
     if _loses_digits(a, node):  # dtype=
         return None
-    if found.kind is not AggregationKind.ROWS:
-        return found
+    if share.kind is not AggregationKind.ROWS:
+        return share
     count = len(spec.shape)
     dims = normalise_dims(node.arguments.get("dim"), count) or tuple(range(count))
-    if found.axis not in dims:
-        gone = 0 if node.arguments.get("keepdim") else sum(dim < found.axis for dim in dims)
-        return replace(found, axis=found.axis - gone)
-    over = found.over | ({""} if mean else set())
-    return replace(found, kind=AggregationKind.SUM, degree=found.degree + mean, axis=0, over=over)
+    if share.axis not in dims:
+        gone = 0 if node.arguments.get("keepdim") else sum(dim < share.axis for dim in dims)
+        return replace(share, axis=share.axis - gone)
+    over = share.over | ({""} if mean else set())
+    return replace(share, kind=AggregationKind.SUM, degree=share.degree + mean, axis=0, over=over)
 
 
 @aggregates(*CLASS_LOSSES)
@@ -306,21 +308,23 @@ def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None
         return None
     scores, labels = a.get_aggregation(given["self"].name), a.resolve_total(given["target"].name)
     weight = a.resolve_total(given["weight"].name) if isinstance(given["weight"], Ref) else CONSTANT
-    rows = all(each.kind is AggregationKind.ROWS and each.axis == 0 and each.degree == 0 for each in (scores, labels))
+    rows = all(
+        share.kind is AggregationKind.ROWS and share.axis == 0 and share.degree == 0 for share in (scores, labels)
+    )
     if not rows or weight.kind is not AggregationKind.SAME or weight.degree:
         return None
-    made = scores.combine(labels, weight)
+    combined = scores.combine(labels, weight)
     if given["reduction"] == NONE:
-        return made
+        return combined
     if given["reduction"] == SUM:
-        return replace(made, kind=AggregationKind.SUM)
+        return replace(combined, kind=AggregationKind.SUM)
     if a.get_spec(given["target"]).is_floating:  # class probabilities: a mean over the images' pixels
-        return replace(made, kind=AggregationKind.SUM, degree=1, over=frozenset({""}))
+        return replace(combined, kind=AggregationKind.SUM, degree=1, over=frozenset({""}))
     if not (labels.known and weight.known):
         return None
     a.ratios.add(node.name)
     over = frozenset({make_denominator_key(node)})
-    return replace(made, kind=AggregationKind.SUM, degree=1, known=False, over=over)
+    return replace(combined, kind=AggregationKind.SUM, degree=1, known=False, over=over)
 
 
 @aggregates(
@@ -330,13 +334,13 @@ def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None
 def propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an element-wise loss, whose mean divides by the number of elements."""
     shares = {name: a.resolve_total(name) for name in node.reads}
-    if not all(each.is_plain for each in shares.values()) or a.find_axis_from_end(shares) is None:
+    if not all(share.is_plain for share in shares.values()) or a.find_axis_from_end(shares) is None:
         return None
-    made, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
+    combined, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
     if reduction == NONE:
-        return make_rows(made, a.find_aligned_axis(node, shares))
+        return make_rows(combined, a.find_aligned_axis(node, shares))
     over = frozenset({""}) if reduction == MEAN else frozenset()
-    return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)
+    return replace(combined, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=combined.over | over)
 
 
 @aggregates(
@@ -351,7 +355,7 @@ def propagate_row_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     shares = {name: a.resolve_total(name) for name in node.reads}
     weight = node.arguments.get("weight")
     weights = {weight.name} if isinstance(weight, Ref) else set()
-    made, rows = CONSTANT.combine(*shares.values()), [name for name in shares if name not in weights]
+    combined, rows = CONSTANT.combine(*shares.values()), [name for name in shares if name not in weights]
     if any(shares[name].kind is not AggregationKind.SAME or shares[name].degree for name in weights):
         return None
     if any(shares[name].kind is not AggregationKind.ROWS or shares[name].axis or shares[name].degree for name in rows):
@@ -364,6 +368,6 @@ def propagate_row_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
         return None
     reduction = node.arguments.get("reduction", NONE)
     if reduction == NONE:
-        return make_rows(made, a.find_node_axis(node))
+        return make_rows(combined, a.find_node_axis(node))
     over = frozenset({""}) if reduction == MEAN else frozenset()
-    return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)
+    return replace(combined, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=combined.over | over)

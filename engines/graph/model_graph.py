@@ -214,9 +214,9 @@ class ModelGraph(FactTable):
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Spec of every value by name."""
-        made = {node.name: node.spec for node in self.nodes if node.spec is not None}
+        outputs = {node.name: node.spec for node in self.nodes if node.spec is not None}
         totals = {total.name: total.spec for total in self.totals}
-        return {**self.inputs, **self.weights, **self.buffers, **totals, **made}
+        return {**self.inputs, **self.weights, **self.buffers, **totals, **outputs}
 
     @cached_property
     def matrices(self) -> frozenset[str]:
@@ -257,12 +257,12 @@ def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
 
 def find_loss_nodes(graph: ModelGraph) -> list[Node]:
     """Return the nodes between the model's outputs and the loss, in order."""
-    needed, found = {graph.loss}, []
+    needed, nodes = {graph.loss}, []
     for node in reversed(graph.nodes):
         if node.name in needed and node.name not in graph.answers:
-            found.append(node)
+            nodes.append(node)
             needed.update(node.reads)
-    return found[::-1]
+    return nodes[::-1]
 
 
 def find_ref_names(value: Any) -> Iterator[str]:
@@ -298,8 +298,8 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     # `changed` are the buffers whose change has been passed.
     changed: set[str] = set()
     for node in graph.nodes:
-        own = set(find_updated_buffers(graph, node))
-        for name in sorted({*node.reads} & changers.keys() - own):
+        updated = set(find_updated_buffers(graph, node))
+        for name in sorted({*node.reads} & changers.keys() - updated):
             changer = changers[name]
             both = (
                 f"{node.operator} in {node.where} reads the buffer {to_user_name(name)}, which {changer.operator} in "
@@ -315,7 +315,7 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
                     "change buffers at the end of a step. Use a plan with one micro-batch, or a model that does not "
                     "read it."
                 )
-        changed |= own
+        changed |= updated
 
 
 def check_synced_norms(graph: ModelGraph, plan: Plan) -> None:

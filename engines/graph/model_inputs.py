@@ -62,10 +62,12 @@ def check_forward(model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # a function of C has no signature
         return
-    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
         return
     needed = [
-        each.name for each in parameters if each.default is Parameter.empty and each.kind is not Parameter.VAR_KEYWORD
+        parameter.name
+        for parameter in parameters
+        if parameter.default is Parameter.empty and parameter.kind is not Parameter.VAR_KEYWORD
     ]
     if len(needed) == 1 or (not needed and parameters):
         return

@@ -51,9 +51,9 @@ class ModelAnalysis(LossAnalysis):
         norms = [node.called for node in self.layers if node.operator == "aten.batch_norm.default"]
         self.apart |= len(set(norms)) < len(norms)
         for node in self.layers:
-            self.aggregations[node.name] = found = self._compute_layer(node)
-            rows = found.kind is AggregationKind.ROWS
-            if found.kind is AggregationKind.UNKNOWN or (rows and found.degree):
+            self.aggregations[node.name] = aggregation = self._compute_layer(node)
+            rows = aggregation.kind is AggregationKind.ROWS
+            if aggregation.kind is AggregationKind.UNKNOWN or (rows and aggregation.degree):
                 return f"{node.short_operator} in {node.where}"
         return ""
 
@@ -67,19 +67,19 @@ class ModelAnalysis(LossAnalysis):
         by_position = find_sample_number(self.graph, node) is not None
         if by_position or uses_generator(node):
             self.apart |= not by_position or self.find_node_axis(node) != 0
-            if (found := self._compute_draw(node, shares)) is not None:
-                return found
-        found = self.apply_rule(node)
-        if found.kind is not AggregationKind.UNKNOWN:
-            return found
-        return _LAYERS.get(node.short_operator, propagate_layer)(self, node, shares) or found
+            if (aggregation := self._compute_draw(node, shares)) is not None:
+                return aggregation
+        aggregation = self.apply_rule(node)
+        if aggregation.kind is not AggregationKind.UNKNOWN:
+            return aggregation
+        return _LAYERS.get(node.short_operator, propagate_layer)(self, node, shares) or aggregation
 
     def _compute_draw(self, node: Node, shares: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
         """Return the aggregation of random numbers, or of values that are changed by them one by one; else None."""
-        made = CONSTANT.combine(*shares.values())
+        combined = CONSTANT.combine(*shares.values())
         if not shares:
             axis = self.find_node_axis(node)
-            return make_rows(made, axis) if axis is not None and node.short_operator in FILLS else None
+            return make_rows(combined, axis) if axis is not None and node.short_operator in FILLS else None
         if not all(share.is_plain for share in shares.values()) or node.short_operator in _LAYERS:
             return None
         first = shares[node.reads[0]]  # dropout, bernoulli, noise like the values
@@ -102,12 +102,12 @@ def find_mixing(trace: Callable[[int], ModelGraph], images: int, norms: Collecti
 
 
 def _find_layers(graph: ModelGraph) -> list[Node]:
-    needed, found = set(graph.answers), []
+    needed, layers = set(graph.answers), []
     for node in reversed(graph.nodes):
         if node.name in needed:
-            found.append(node)
+            layers.append(node)
             needed.update(node.reads)
-    return found[::-1]
+    return layers[::-1]
 
 
 def propagate_layer(a: ModelAnalysis, node: Node, shares: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
@@ -117,18 +117,20 @@ def propagate_layer(a: ModelAnalysis, node: Node, shares: Mapping[str, BatchAggr
     """
     if not all(share.is_plain for share in shares.values()):
         return None
-    made = CONSTANT.combine(*shares.values())
+    combined = CONSTANT.combine(*shares.values())
     rows = [share for share in shares.values() if share.kind is AggregationKind.ROWS]
     if not rows:
         if a.is_batch_independent(node):
-            return made
-        return make_rows(made, a.find_node_axis(node)) if node.short_operator in (*FILLS, "repeat", "tile") else None
-    made = replace(made, kind=AggregationKind.ROWS, outer=rows[0].outer)
+            return combined
+        return (
+            make_rows(combined, a.find_node_axis(node)) if node.short_operator in (*FILLS, "repeat", "tile") else None
+        )
+    combined = replace(combined, kind=AggregationKind.ROWS, outer=rows[0].outer)
     if any(share.axis for share in rows) or not _has_same_settings(a, node):
         return None
     if describe_image_axis(node, a.graph.specs, shares[node.reads[0]].kind is AggregationKind.ROWS):
         return None
-    return made if node.spec is None or a.find_node_axis(node) == 0 else None
+    return combined if node.spec is None or a.find_node_axis(node) == 0 else None
 
 
 def _has_same_settings(a: ModelAnalysis, node: Node) -> bool:
@@ -136,8 +138,8 @@ def _has_same_settings(a: ModelAnalysis, node: Node) -> bool:
     if node.operator not in SHAPED and node.short_operator != "affine_grid_generator":
         return a.has_constant_arguments(node)
     mine, theirs = (
-        {name: value for name, value in each.arguments.items() if name not in ("size", "shape", "sizes")}
-        for each in (node, a.twins[node.name])
+        {name: value for name, value in version.arguments.items() if name not in ("size", "shape", "sizes")}
+        for version in (node, a.twins[node.name])
     )
     return repr(mine) == repr(theirs)
 
@@ -164,8 +166,8 @@ def _propagate_last_axes(
     others = [ref.name for key, ref in arguments.items() if isinstance(ref, Ref) and key in ("other", "mat2")]
     alone = name in ("matmul", "mm") and len(rows) == 1
     kept = end < -last or (alone and end == (-1 if others and others[0] in rows else -2))
-    made = CONSTANT.combine(*shares.values())
-    return make_rows(replace(made, outer=next(iter(rows.values())).outer), a.find_node_axis(node)) if kept else None
+    combined = CONSTANT.combine(*shares.values())
+    return make_rows(replace(combined, outer=next(iter(rows.values())).outer), a.find_node_axis(node)) if kept else None
 
 
 def _propagate_recurrent(
@@ -177,8 +179,8 @@ def _propagate_recurrent(
     rows = [name for name in reads if shares[name].kind is AggregationKind.ROWS]
     if any(shares[name].axis != (first if name == reads[0] else 1) for name in rows):
         return None
-    made = CONSTANT.combine(*shares.values())
-    return make_rows(made, 0) if made and all(share.is_plain for share in shares.values()) else None
+    combined = CONSTANT.combine(*shares.values())
+    return make_rows(combined, 0) if combined and all(share.is_plain for share in shares.values()) else None
 
 
 def _propagate_einsum(a: ModelAnalysis, node: Node, shares: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
@@ -193,9 +195,9 @@ def _propagate_einsum(a: ModelAnalysis, node: Node, shares: Mapping[str, BatchAg
             letters.add(term[share.axis])
     if len(letters) != 1 or not letters <= set(output) or inputs.count(",") + 1 != len(node.reads):
         return None
-    made = CONSTANT.combine(*shares.values())
+    combined = CONSTANT.combine(*shares.values())
     outer = max(share.outer for share in shares.values())
-    return make_rows(replace(made, outer=outer), output.index(letters.pop()))
+    return make_rows(replace(combined, outer=outer), output.index(letters.pop()))
 
 
 _LAYERS: dict[str, _Rule] = {

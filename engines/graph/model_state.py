@@ -33,10 +33,10 @@ class ModelState:
     def of(cls, *owners: object) -> ModelState:
         """Return the present state of a model, and of its loss if that is a module."""
         modes = frozenset((name, type(module), module.training) for name, module in _iterate_modules(owners))
-        parts = nn.ModuleList(each for each in owners if isinstance(each, nn.Module))
+        parts = nn.ModuleList(owner for owner in owners if isinstance(owner, nn.Module))
         trained = tuple((name, weight.requires_grad) for name, weight in parts.named_parameters())
-        found = (each for module in parts for each in iterate_attributes(module))
-        return cls(modes, trained, tuple((path, repr(value)) for _, _, value, path in found))
+        attributes = (attribute for module in parts for attribute in iterate_attributes(module))
+        return cls(modes, trained, tuple((path, repr(value)) for _, _, value, path in attributes))
 
     @contextmanager
     def apply_modes(self, *owners: object) -> Iterator[None]:

@@ -82,7 +82,7 @@ def choose_meaning(activation: object, graph: ModelGraph | None = None) -> Outpu
 
 def read_meaning(name: object) -> OutputMeaning:
     """Return the meaning of a name in a checkpoint; UNKNOWN for anything that is none."""
-    return next((each for each in OutputMeaning if each.name.lower() == name), Meaning.UNKNOWN)
+    return next((meaning for meaning in OutputMeaning if meaning.name.lower() == name), Meaning.UNKNOWN)
 
 
 def choose_kind(kind: str | None, meaning: OutputMeaning) -> str:
@@ -134,13 +134,13 @@ def find_output_meaning(graph: ModelGraph) -> OutputMeaning:
     count = output.shape[1] if len(output.shape) > 1 else 1
     whole = _Channels(tuple(range(count)), 1 if len(output.shape) > 1 else None)
     followed, of_labels = {graph.prediction: whole}, {"labels"}
-    found: dict[OutputMeaning, set[int]] = {}
+    meanings: dict[OutputMeaning, set[int]] = {}
     for node in find_loss_nodes(graph):  # an output may also be read by the model itself
         if followed.keys().isdisjoint(node.reads):
             if not of_labels.isdisjoint(node.reads):
                 of_labels.add(node.name)
             continue
-        first = node.reads[0] if node.short_operator != "sub" else next(each for each in node.reads if each in followed)
+        first = node.reads[0] if node.short_operator != "sub" else next(name for name in node.reads if name in followed)
         if first not in followed:
             continue  # the output is the target of another value
         channels = followed[first]
@@ -154,9 +154,9 @@ def find_output_meaning(graph: ModelGraph) -> OutputMeaning:
         if meaning is Meaning.CLASSES and channels.numbers != whole.numbers:
             meaning = Meaning.UNKNOWN
         if meaning is not None:
-            found.setdefault(meaning, set()).update(channels.numbers)
-    (meaning, *others) = found or [Meaning.UNKNOWN]
-    return meaning if not others and found.get(meaning) == set(whole.numbers) else Meaning.UNKNOWN
+            meanings.setdefault(meaning, set()).update(channels.numbers)
+    (meaning, *others) = meanings or [Meaning.UNKNOWN]
+    return meaning if not others and meanings.get(meaning) == set(whole.numbers) else Meaning.UNKNOWN
 
 
 def _judge(node: Node, graph: ModelGraph, channels: _Channels, of_labels: set[str]) -> OutputMeaning | None:
@@ -201,11 +201,11 @@ def _is_within_shares(node: Node) -> bool:
 
 def _reshape(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
     """Find the axis of the same size with as many elements behind it."""
-    behind, made = math.prod(shape[channels.axis + 1 :]), node.spec.shape  # type: ignore[operator, union-attr]
+    behind, sizes = math.prod(shape[channels.axis + 1 :]), node.spec.shape  # type: ignore[operator, union-attr]
     axes = [
         axis
-        for axis, size in enumerate(made)
-        if size == len(channels.numbers) and math.prod(made[axis + 1 :]) == behind
+        for axis, size in enumerate(sizes)
+        if size == len(channels.numbers) and math.prod(sizes[axis + 1 :]) == behind
     ]
     # Without such an axis, the order is not followed; each element still is of one of the channels.
     return replace(channels, axis=axes[0] if axes else None)

@@ -37,8 +37,8 @@ def get_prediction(answer: Any) -> Any:
         named = vars(answer)
     if named.get("logits") is not None:
         return named["logits"]
-    found = list(collect_tensors(answer).values())
-    return found[0] if len(found) == 1 else answer
+    tensors = list(collect_tensors(answer).values())
+    return tensors[0] if len(tensors) == 1 else answer
 
 
 def _has_logits(value: Any) -> bool:
@@ -74,8 +74,8 @@ def _iterate_places(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, T
 
 def collect_from_prediction(answer: Any) -> dict[str, Tensor]:
     """Return the tensors in a model's output by their place in it, the prediction first."""
-    prediction, found = get_prediction(answer), collect_tensors(answer)
-    return dict(sorted(found.items(), key=lambda item: item[1] is not prediction))
+    prediction, tensors = get_prediction(answer), collect_tensors(answer)
+    return dict(sorted(tensors.items(), key=lambda item: item[1] is not prediction))
 
 
 def map_tensors(function: Callable[..., Tensor], *answers: Any) -> Any:
@@ -84,8 +84,8 @@ def map_tensors(function: Callable[..., Tensor], *answers: Any) -> Any:
     if isinstance(first, Tensor):
         return function(*answers)
     if isinstance(first, Mapping):
-        found = {key: map_tensors(function, *(answer[key] for answer in answers)) for key in first}
-        return found if type(first) is dict else type(first)(**found)
+        mapped = {key: map_tensors(function, *(answer[key] for answer in answers)) for key in first}
+        return mapped if type(first) is dict else type(first)(**mapped)
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
         parts = {name: map_tensors(function, *(getattr(answer, name) for answer in answers)) for name in names}
@@ -94,9 +94,9 @@ def map_tensors(function: Callable[..., Tensor], *answers: Any) -> Any:
         items = [map_tensors(function, *parts) for parts in zip(*answers, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if _has_logits(first):
-        made = copy.copy(first)
-        vars(made).update(map_tensors(function, *map(vars, answers)))
-        return made
+        output = copy.copy(first)
+        vars(output).update(map_tensors(function, *map(vars, answers)))
+        return output
     return first
 
 
@@ -143,10 +143,10 @@ def find_left_out(answer: Any, given: Any) -> tuple[str, ...]:
     """Return the places of the tensors in a model's output that are not in what the loss is given."""
     if given is answer:
         return ()
-    found, known = [], {id(tensor) for tensor in collect_tensors(given).values()}
+    places, known = [], {id(tensor) for tensor in collect_tensors(given).values()}
     with suppress(TraceError):  # the loss is not given it, so that anything may be in it
-        found = [place for place, tensor in _iterate_places(answer, ()) if id(tensor) not in known]
-    return tuple(found)
+        places = [place for place, tensor in _iterate_places(answer, ()) if id(tensor) not in known]
+    return tuple(places)
 
 
 def warn_of_left_out(graph: ModelGraph, stacklevel: int) -> None:

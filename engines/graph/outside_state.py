@@ -143,11 +143,11 @@ class OutsideState:
         held = dict(vars(cls))
         self._dicts.append((cls, held))
         self._waiting += cls.__bases__
-        for name, each in held.items():
-            if isinstance(each, FunctionType) and name not in self._names and not name.startswith("__"):
-                self._methods.setdefault(name, []).append(each)
+        for name, attribute in held.items():
+            if isinstance(attribute, FunctionType) and name not in self._names and not name.startswith("__"):
+                self._methods.setdefault(name, []).append(attribute)
             else:
-                self._waiting.append(each)
+                self._waiting.append(attribute)
 
     def _visit_function(self, function: FunctionType) -> None:
         if _is_library(function.__module__):
@@ -164,9 +164,9 @@ class OutsideState:
         # A name may also be that of a module that is imported within the function.
         package = str(space.get("__package__") or "")
         for name in names:
-            for found in (sys.modules.get(name), sys.modules.get(f"{package}.{name}")):
-                if isinstance(found, ModuleType) and not _is_library(found.__name__):
-                    self._read_names(vars(found), names)
+            for module in (sys.modules.get(name), sys.modules.get(f"{package}.{name}")):
+                if isinstance(module, ModuleType) and not _is_library(module.__name__):
+                    self._read_names(vars(module), names)
 
     def _read_names(self, space: dict[str, Any], names: frozenset[str]) -> None:
         """Note the values of the names in the namespace of a module, and visit them."""
@@ -202,7 +202,9 @@ def _is_library(module: object) -> bool:
 @functools.cache
 def _find_names(code: CodeType) -> frozenset[str]:
     """Return all names in some code: globals, attributes, and modules that it imports; and those of code within it."""
-    return frozenset(code.co_names).union(*(_find_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+    return frozenset(code.co_names).union(
+        *(_find_names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    )
 
 
 def _read_cell(cell: CellType) -> Any:
@@ -214,9 +216,9 @@ def _read_cell(cell: CellType) -> Any:
 
 def _compare(holder: Any, before: Mapping[Any, Any], now: Mapping[Any, Any], keys: Iterable[Any]) -> Iterator[Any]:
     for key in keys:
-        was, found = before.get(key, _ABSENT), dict.get(now, key, _ABSENT)
-        if was is not found:
-            yield holder, key, was, found
+        was, present = before.get(key, _ABSENT), dict.get(now, key, _ABSENT)
+        if was is not present:
+            yield holder, key, was, present
 
 
 def _put_back(holder: Any, key: Any, before: Any) -> None:
@@ -241,13 +243,13 @@ def holds_tensor(value: Any, depth: int = _DEPTH) -> bool:
     """Return whether a value is a tensor, or a container or an object with one, a few levels deep."""
     level, seen = [value], set[int]()
     for _ in range(depth):
-        if any(isinstance(each, (Tensor, *_SYMBOLS)) for each in level):
+        if any(isinstance(referent, (Tensor, *_SYMBOLS)) for referent in level):
             return True
-        level = [each for each in level if not isinstance(each, (*_LEAVES, type, ModuleType, FunctionType))]
-        level = [each for each in level if id(each) not in seen]
+        level = [referent for referent in level if not isinstance(referent, (*_LEAVES, type, ModuleType, FunctionType))]
+        level = [referent for referent in level if id(referent) not in seen]
         seen.update(map(id, level))
         level = gc.get_referents(*level)
-    return any(isinstance(each, (Tensor, *_SYMBOLS)) for each in level)
+    return any(isinstance(referent, (Tensor, *_SYMBOLS)) for referent in level)
 
 
 _CURRENT: ContextVar[OutsideState | None] = ContextVar("_CURRENT", default=None)

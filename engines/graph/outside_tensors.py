@@ -69,8 +69,8 @@ class OwnedMemory:
     def find_name(self, tensor: Tensor) -> str | None:
         """Return the name of a weight or buffer that shares memory with a tensor."""
         for tensors in self.owned.values():
-            for name, own in tensors.items():
-                if _share_memory(tensor, own):
+            for name, owned in tensors.items():
+                if _share_memory(tensor, owned):
                     return name
         return None
 

@@ -105,10 +105,10 @@ class TracedValues:
                 continue
             # Values that stay are no change: a state_dict that is loaded writes to all tensors. The trained one, which
             # has been given then, is that of the ranks, in their precision.
-            own = None if now is None else now.detach().to(values)
-            kept = own is not None and (
-                torch.equal(own, values)
-                or (not self.warns_of_weights and torch.equal(own.to(torch.float32), values.to(torch.float32)))
+            present = None if now is None else now.detach().to(values)
+            kept = present is not None and (
+                torch.equal(present, values)
+                or (not self.warns_of_weights and torch.equal(present.to(torch.float32), values.to(torch.float32)))
             )
             if not kept:
                 raise _make_error(f"{name} of the model", "")
@@ -261,11 +261,15 @@ _CHANGING = ("insert", "pop", "popitem", "clear", "update", "setdefault", "sort"
 def _find_globals(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that some code reads, that of functions within it too."""
     if code not in _GLOBALS:
-        found = {each.argval: None for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+        names = {
+            instruction.argval: None
+            for instruction in dis.get_instructions(code)
+            if instruction.opname == "LOAD_GLOBAL"
+        }
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                found |= dict.fromkeys(_find_globals(inner))
-        _GLOBALS[code] = tuple(found)
+                names |= dict.fromkeys(_find_globals(inner))
+        _GLOBALS[code] = tuple(names)
     return _GLOBALS[code]
 
 
@@ -274,30 +278,38 @@ def _iterate_instructions(cls: type) -> Iterator[list[dis.Instruction]]:
     methods = ["forward"]
     for method in methods:  # grows meanwhile
         code = getattr(getattr(cls, method, None), "__code__", None)
-        found = list(dis.get_instructions(code)) if code else []
-        for each in found:
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval not in methods:
-                methods.append(each.argval)
-        yield found
+        instructions = list(dis.get_instructions(code)) if code else []
+        for instruction in instructions:
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval not in methods:
+                methods.append(instruction.argval)
+        yield instructions
 
 
 def _find_stored(cls: type) -> frozenset[str]:
     """Return the attributes that forward, or a method that it calls, sets."""
     if cls not in _STORED:
         codes = _iterate_instructions(cls)
-        _STORED[cls] = frozenset(each.argval for code in codes for each in code if each.opname == "STORE_ATTR")
+        _STORED[cls] = frozenset(
+            instruction.argval for code in codes for instruction in code if instruction.opname == "STORE_ATTR"
+        )
     return _STORED[cls]
 
 
 def _find_filled(cls: type) -> frozenset[str]:
     """Return the attributes in lines of forward, or of a method that it calls, that write an item or in place."""
     if cls not in _FILLED:
-        found: set[str] = set()
+        attributes: set[str] = set()
         for code in _iterate_instructions(cls):
-            writing = {each.positions.lineno for each in code if each.positions and _is_write(each)}
-            loads = (each for each in code if each.opname in ("LOAD_ATTR", "LOAD_METHOD"))
-            found |= {each.argval for each in loads if each.positions and each.positions.lineno in writing}
-        _FILLED[cls] = frozenset(found)
+            writing = {
+                instruction.positions.lineno for instruction in code if instruction.positions and _is_write(instruction)
+            }
+            loads = (instruction for instruction in code if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+            attributes |= {
+                instruction.argval
+                for instruction in loads
+                if instruction.positions and instruction.positions.lineno in writing
+            }
+        _FILLED[cls] = frozenset(attributes)
     return _FILLED[cls]
 
 

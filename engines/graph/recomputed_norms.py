@@ -28,7 +28,7 @@ class _UpdateCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and count one ATen operator. Called by torch."""
-        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
         is_norm = "norm" in func._schema.name and (named.get("training") or named.get("use_input_stats"))
         counts_up = func is torch.ops.aten.add_.Tensor
         # A norm writes to its statistics without saying so in its schema.

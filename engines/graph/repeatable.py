@@ -75,10 +75,10 @@ class RepeatedRun:
             with silence_exporter():
                 self.run(self.logs[-1])
             after = np.random.get_state()  # noqa: NPY002
-            found = {"Python's random"} if random.getstate() != python else set()
+            generators = {"Python's random"} if random.getstate() != python else set()
             if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):
-                found.add("numpy.random")
-            self.drawn.append(found)
+                generators.add("numpy.random")
+            self.drawn.append(generators)
         finally:
             random.setstate(python)
             np.random.set_state(arrays)  # noqa: NPY002

@@ -48,19 +48,19 @@ def find_layers(graph: ModelGraph) -> tuple[Layer, ...]:
 
     parts = list(_LayerFinder(graph, weighted).find_parts())
     starts = [*(part.start for part in parts), len(graph.nodes)]
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for part, (start, stop) in zip(parts, pairwise(starts), strict=True):
         nodes = graph.nodes[start:stop]
-        made = sum(node.spec.numel for node in nodes if node.spec is not None)
-        layer = Layer(part.name, Span(start, stop), sum(node.flops for node in nodes), made)
+        numel = sum(node.spec.numel for node in nodes if node.spec is not None)
+        layer = Layer(part.name, Span(start, stop), sum(node.flops for node in nodes), numel)
         # A part without weights joins the part before it; a first part without weights is joined by the next.
-        if found and not (has_weights(layer) and has_weights(found[-1])):
-            head = found.pop()
+        if layers and not (has_weights(layer) and has_weights(layers[-1])):
+            head = layers.pop()
             name = head.name if has_weights(head) else layer.name
             flops, elements = head.flops + layer.flops, head.elements + layer.elements
             layer = Layer(name, Span(head.nodes.start, stop), flops, elements)
-        found.append(layer)
-    return tuple(found)
+        layers.append(layer)
+    return tuple(layers)
 
 
 def cut_stages(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
@@ -168,14 +168,14 @@ class _LayerFinder:
     @cached_property
     def alive(self) -> list[int]:
         """Number of tensors that a cut before each position carries."""
-        made = {node.name: index for index, node in enumerate(self.graph.nodes)}
+        producers = {node.name: index for index, node in enumerate(self.graph.nodes)}
         last = {"images": 0}
         for index, node in enumerate(self.graph.nodes):
-            last.update({name: index for name in node.reads if name in made or name == "images"})
+            last.update({name: index for name in node.reads if name in producers or name == "images"})
         # Differences: a value is carried by every cut after its producer, up to the one before its last reader.
         change = [0] * (len(self.graph.nodes) + 2)
         for name, use in last.items():
-            change[made.get(name, -1) + 1] += 1
+            change[producers.get(name, -1) + 1] += 1
             change[use + 1] -= 1
         return list(accumulate(change))
 
@@ -253,14 +253,16 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
         if mine[1:] != its[1:]:
             raise make_shared_images_error(node, f"lays images out along other axes than the first ({its})")
         # Every input has an entry for each image: the images, or the labels alone in a graph that counts labels.
-        own, images = (next(iter(graph.inputs.values())).shape[0] for graph in (share, whole))
-        if mine and mine[0] * images != its[0] * own:
-            raise make_shared_images_error(node, f"makes {its[0]} entries of {images} images, but {mine[0]} of {own}")
+        shared, images = (next(iter(graph.inputs.values())).shape[0] for graph in (share, whole))
+        if mine and mine[0] * images != its[0] * shared:
+            raise make_shared_images_error(
+                node, f"makes {its[0]} entries of {images} images, but {mine[0]} of {shared}"
+            )
         if why := describe_image_axis(node, whole.specs, next(iter(node.reads), None) in parted):
             raise make_shared_images_error(node, why)
         if not reads and node.operator not in _MADE_ALIKE:
             raise make_shared_images_error(node, "makes values for each image, for which there is no rule")
-    mine, its = ({name: repr(value) for name, value in each.arguments.items()} for each in (twin, node))
+    mine, its = ({name: repr(value) for name, value in version.arguments.items()} for version in (twin, node))
     if mine != its and not (is_pointwise(node.operator) or node.operator in SHAPED):
         raise make_shared_images_error(node, "has the number of images as an argument, for which there is no rule")
     shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}

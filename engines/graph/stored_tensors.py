@@ -39,8 +39,8 @@ class _RefusedTensor:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse a torch function of it. Called by torch."""
         given = [*args, *(kwargs or {}).values()]
-        found = [each for item in given for each in (item if isinstance(item, list | tuple) else [item])]
-        next(each for each in found if type(each) is cls).refuse()
+        arguments = [argument for item in given for argument in (item if isinstance(item, list | tuple) else [item])]
+        next(argument for argument in arguments if type(argument) is cls).refuse()
 
 
 for _name in _READS.split():
@@ -73,13 +73,13 @@ def refuse_stored_tensors(stored: Collection[str], modules: Mapping[str, Collect
 
 def find_readable_modules(model: nn.Module, loss: object, loss_copy: object) -> dict[str, list[nn.Module]]:
     """Return the modules of a model, and those of their copies that are parts of a loss, by their path in the model."""
-    found = {path: [module] for path, module in model.named_modules()}
+    modules = {path: [module] for path, module in model.named_modules()}
     if isinstance(loss, nn.Module) and isinstance(loss_copy, nn.Module):
         paths = {id(module): path for path, module in model.named_modules()}
         for (_, part), (_, twin) in zip(loss.named_modules(), loss_copy.named_modules(), strict=True):
             if id(part) in paths:
-                found[paths[id(part)]].append(twin)
-    return found
+                modules[paths[id(part)]].append(twin)
+    return modules
 
 
 def format_stored_error(name: str, reason: str) -> str:

@@ -103,7 +103,7 @@ class _TracedModel(nn.Module):
 
     def _compute_loss(self, answer: Any, images: Tensor, labels: Tensor | None) -> tuple[Any, Any]:
         """Return the loss, and what it was given of the model's answer."""
-        found = collect_tensors(get_prediction(answer))
+        answers = collect_tensors(get_prediction(answer))
         try:
             with refuse_stored_tensors(self.constants.stored, self.readable.modules):
                 return call_loss(self.loss, answer, labels)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ class _TracedModel(nn.Module):
                     f"({', '.join(whole)}){called} and the loss {takes} ({type(error).__name__}: {error}). "
                     "Give a loss that does: a function of this answer and the labels."
                 ) from error
-            raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
+            raise TraceError(_format_loss_error(self.model, images, answers, labels, error)) from error
 
 
 def trace(
@@ -182,7 +182,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         # The graph must not hold as a constant what an earlier run of forward has stored on the model.
         held = {value.untyped_storage()._cdata for value in graph.constants.values()}
         for name, tensors in collect_attributes(model).items():
-            if name in whole.constants.stored and any(each.untyped_storage()._cdata in held for each in tensors):
+            if name in whole.constants.stored and any(tensor.untyped_storage()._cdata in held for tensor in tensors):
                 raise TraceError(format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
@@ -277,13 +277,13 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
         held = dict(twin.named_buffers())
         pixels = make_fake_tensor(mode, images.shape, images.dtype)
         with mode, torch.no_grad(), watch_forward(nn.ModuleDict({"model": twin}), constants):
-            found = collect_tensors(get_prediction(twin(pixels)))
+            answers = collect_tensors(get_prediction(twin(pixels)))
     for name, buffer in twin.named_buffers():
         if buffer is not held.get(name):
             raise TraceError(f"The model replaces its buffer {name} while it runs. Keep such values outside.")
-    if not found:
+    if not answers:
         raise TraceError("The model answers with no tensor: there is nothing to train.")
-    return make_tensor_spec(next(iter(found.values())))
+    return make_tensor_spec(next(iter(answers.values())))
 
 
 @contextmanager
@@ -373,7 +373,7 @@ class StateNames:
 def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
     """Return the names of the model and, if it is a module, of the loss; `used` are the names that graph nodes read."""
     first = find_first_names(model, loss)
-    found = {}
+    names = {}
     for prefix, module in iterate_owners(model, loss):
         named = [*module.named_parameters(), *module.named_buffers()]
         # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
@@ -381,5 +381,5 @@ def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -
         state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         held = {name: on_ranks for name, t in state.items() if (on_ranks := ranks_say.get(id(t))) in used}
         kept = {name: t.detach() for name, t in state.items() if name not in held}
-        found[prefix.removesuffix(".")] = StateNames(tuple(state), held, kept, prefix)
-    return found
+        names[prefix.removesuffix(".")] = StateNames(tuple(state), held, kept, prefix)
+    return names

@@ -98,13 +98,13 @@ class TraceCache:
         have the height and the width of the images as their last axes follow these.
         Raises ImageError for an invalid `image_shape`.
         """
-        made, labels = replace(self, image_shape=image_shape, labels=None), self.labels
+        cache, labels = replace(self, image_shape=image_shape, labels=None), self.labels
         if labels and labels.shape:
-            shape = (labels.shape[0] * made.image_shape[0] // self.image_shape[0], *labels.shape[1:])
+            shape = (labels.shape[0] * cache.image_shape[0] // self.image_shape[0], *labels.shape[1:])
             if len(shape) > 2 and shape[-2:] == self.image_shape[-2:]:
-                shape = (*shape[:-2], *made.image_shape[-2:])
+                shape = (*shape[:-2], *cache.image_shape[-2:])
             labels = replace(labels, shape=shape)
-        return replace(made, labels=labels)
+        return replace(cache, labels=labels)
 
     def has_graph(self, plan: Plan) -> bool:
         """Return whether `get_graph` needs no new trace.
@@ -141,12 +141,12 @@ class TraceCache:
                 if known in self._wholes:
                     return self._wholes[known]
 
-            found = with_whole_loss(self._graphs[key], lambda: self._trace_times(plan, 2), plan.micro_batches)
+            rewritten = with_whole_loss(self._graphs[key], lambda: self._trace_times(plan, 2), plan.micro_batches)
             mixes, apart = self._find_mixing(plan)
-            found = replace(found, whole=replace(found.whole or BatchLoss(), mixes=mixes, apart=apart))
-            scaled = found.whole is not None and found.whole.scaled
-            self._wholes[key, plan.micro_batches if scaled else None] = found
-            return found
+            rewritten = replace(rewritten, whole=replace(rewritten.whole or BatchLoss(), mixes=mixes, apart=apart))
+            scaled = rewritten.whole is not None and rewritten.whole.scaled
+            self._wholes[key, plan.micro_batches if scaled else None] = rewritten
+            return rewritten
 
     @contextmanager
     def _restore_outside(self) -> Iterator[None]:
@@ -215,12 +215,12 @@ class TraceCache:
         """
         key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
         if key not in self._traces:
-            made = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
+            graph = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:
-                only = made.specs[made.prediction] if made.loss_input == "Tensor" else None
+                only = graph.specs[graph.prediction] if graph.loss_input == "Tensor" else None
                 check_loss_repeats(self._traceable, self.loss, images, answers, only)
-            self._traces[key] = made
+            self._traces[key] = graph
         check_operand_types(self._traces[key])
         return self._traces[key]
 

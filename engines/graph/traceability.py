@@ -278,15 +278,15 @@ def collect_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
 
     An attribute may be a list, tuple or dict of tensors.
     """
-    found: dict[str, list[Tensor]] = {}
+    attributes: dict[str, list[Tensor]] = {}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            if tensors := [each for each in inner if isinstance(each, Tensor)]:
-                found[f"{prefix}.{name}".lstrip(".")] = tensors
-    return found
+            if tensors := [tensor for tensor in inner if isinstance(tensor, Tensor)]:
+                attributes[f"{prefix}.{name}".lstrip(".")] = tensors
+    return attributes
 
 
 def _iterate_numbers(model: nn.Module) -> Iterator[tuple[str, float]]:

@@ -44,7 +44,7 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
     """
     # `apply` is replaced for all threads, as it is an attribute of a class; ranks may be threads that train meanwhile.
     # Two threads that replace it at once would not restore it: the caller holds ONE_AT_A_TIME.
-    own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
+    original, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
     plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
 
@@ -54,7 +54,9 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
             # Its forward runs without gradients, its backward once more with them: the same as to call the function.
             # Where no argument requires a gradient, PyTorch computes none.
             run, _, *given = arguments
-            graded = torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given)
+            graded = torch.is_grad_enabled() and any(
+                isinstance(argument, Tensor) and argument.requires_grad for argument in given
+            )
             with torch.set_grad_enabled(graded):
                 return run(*given)
         ours = cls.__module__.startswith(("torch.", "engines."))
@@ -88,10 +90,10 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
     finally:
         saved_tensors_hooks.__enter__ = plain_enter  # type: ignore[method-assign]
         saved_tensors_hooks.__exit__ = plain_leave  # type: ignore[method-assign]
-        if own is None:
+        if original is None:
             del torch.autograd.Function.apply
         else:
-            torch.autograd.Function.apply = own  # type: ignore[method-assign]
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
@@ -123,7 +125,7 @@ def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
         return torch.randn(shape, generator=random, dtype=torch.float64)
 
     with disable_tracing(), torch.enable_grad():
-        given = [make_trial(each) for each in arguments]
+        given = [make_trial(argument) for argument in arguments]
         theirs = _compute_gradients(cls.apply, given)
         ours = _compute_gradients(lambda *these: _call_forward(cls, these), given)
     return len(theirs) == len(ours) and all(
@@ -144,16 +146,17 @@ def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor
     # The weights of the results are random, so that two wrong gradients do not cancel each other, and seeded, so that
     # both sides have the same.
     leaves = [
-        each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given
+        argument.clone().requires_grad_(argument.is_floating_point()) if isinstance(argument, Tensor) else argument
+        for argument in given
     ]
-    made = run(*(leaf * 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves))  # copies: `run` may write to them
-    results = [each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)]
+    out = run(*(leaf * 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves))  # copies: `run` may write to them
+    results = [tensor for tensor in (out if isinstance(out, tuple | list) else [out]) if isinstance(tensor, Tensor)]
     random = torch.Generator().manual_seed(1)
-    weighted = [(each * torch.randn(each.shape, generator=random, dtype=torch.float64)).sum() for each in results]
+    weighted = [(tensor * torch.randn(tensor.shape, generator=random, dtype=torch.float64)).sum() for tensor in results]
     total = sum(weight for weight in weighted if weight.requires_grad)
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    found = list(torch.autograd.grad(total, wanted, allow_unused=True)) if isinstance(total, Tensor) else []
-    return [*found, *(each.detach().double() for each in results)]
+    gradients = list(torch.autograd.grad(total, wanted, allow_unused=True)) if isinstance(total, Tensor) else []
+    return [*gradients, *(tensor.detach().double() for tensor in results)]
 
 
 # Context managers for a trace: they hide PyTorch's messages about its own graphs, and watch a model's forward.

@@ -85,15 +85,15 @@ def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_bat
     # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
     # turn out to be needed as totals themselves: (labels == 1).sum() first, then what is divided by it.
     for _ in range(8):
-        found = LossAnalysis(graph, twin, totals)
-        if found.analyse().kind is AggregationKind.UNKNOWN:
-            return replace(graph, whole=BatchLoss(unknown=found.why))
-        if found.wanted <= totals:
+        analysis = LossAnalysis(graph, twin, totals)
+        if analysis.analyse().kind is AggregationKind.UNKNOWN:
+            return replace(graph, whole=BatchLoss(unknown=analysis.why))
+        if analysis.wanted <= totals:
             break
-        totals |= found.wanted
+        totals |= analysis.wanted
     else:
         return replace(graph, whole=BatchLoss(unknown="sums of sums"))
-    change = _LossRewrite(found, micro_batches)
+    change = _LossRewrite(analysis, micro_batches)
     share = graph.share and change.apply(graph.share)
     return replace(change.apply(graph), share=share and replace(share, whole=change.make_whole_loss(graph.share)))
 
@@ -154,19 +154,21 @@ class _LossRewrite:
         cone = {node.name for node in find_loss_nodes(self.found.graph)}
         nodes: list[Node] = []
         for node in graph.nodes:  # only the loss reads totals: the model's own nodes keep their operands
-            own = _replace_reads(node, renamed) if node.name in cone else node
+            rewritten = _replace_reads(node, renamed) if node.name in cone else node
             sums = {Ref(name): name for reader, name in self.found.scaled if reader == node.name}
             nodes += [
                 self._make_scaled_sum(self.found.graph, name, f"{node.name}.{name}") for name in sorted(sums.values())
             ]
             if sums:
-                own = _replace_reads(own, {name: Ref(f"{node.name}.{name}") for name in sums.values()})
+                rewritten = _replace_reads(rewritten, {name: Ref(f"{node.name}.{name}") for name in sums.values()})
             if node.name in self.found.ratios:  # a mean over labels becomes (sum of the losses) / (total)
-                numerator = replace(own, name=f"{node.name}.sum", arguments={**own.arguments, "reduction": SUM})
+                numerator = replace(
+                    rewritten, name=f"{node.name}.sum", arguments={**rewritten.arguments, "reduction": SUM}
+                )
                 nodes.append(numerator)
                 quotient = {"self": Ref(numerator.name), "other": Ref(_name_total(self.sources[node.name]))}
-                own = replace(own, operator="aten.div.Tensor", arguments=quotient, flops=0)
-            nodes.append(own)
+                rewritten = replace(rewritten, operator="aten.div.Tensor", arguments=quotient, flops=0)
+            nodes.append(rewritten)
         loss = graph.loss
         if _is_sum(self.loss):
             nodes.append(self._make_scaled_sum(graph, loss))
