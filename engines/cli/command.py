@@ -117,8 +117,8 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     if name not in _COMMANDS:
         raise PlanError(describe_unknown(f"Unknown command {name[:80]!r}", name[:80], [*_COMMANDS, *_WITHOUT_RANKS]))
     try:
-        right, found = True, _import_command(_COMMANDS[name])(world, arguments)
-        for line in [found] if isinstance(found, Mapping) else found or ():
+        right, output = True, _import_command(_COMMANDS[name])(world, arguments)
+        for line in [output] if isinstance(output, Mapping) else output or ():
             if world.rank == 0:
                 print(json.dumps(line), flush=True)
             right = right and bool(line.get("ok", line.get("valid", True)))
@@ -199,28 +199,28 @@ def run_published(arguments: Sequence[str]) -> int:
     rows = [row for row in PUBLISHED if row.name.startswith(chosen)]
     if not rows:
         raise PlanError(f"No row begins with {' or '.join(chosen)}. There are {', '.join(r.name for r in PUBLISHED)}.")
-    found, replay = [], PublishedReplay()
+    outcomes, replay = [], PublishedReplay()
     for row in rows:
-        found.append(replay.simulate_result(row))
-        print(json.dumps(found[-1].line), flush=True)
-    print(format_outcomes(found))
+        outcomes.append(replay.simulate_result(row))
+        print(json.dumps(outcomes[-1].line), flush=True)
+    print(format_outcomes(outcomes))
     return 0
 
 
 def format_outcomes(outcomes: Sequence[ReplayOutcome]) -> str:
     """Format simulated and published values, and the range over each row's variants that fit the machine."""
     lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak':>10}  unit"]
-    for each in outcomes:
-        fitting = [value for _, value, fits in each.varied if fits]
-        low, high = min([each.simulated, *fitting]), max([each.simulated, *fitting])
+    for outcome in outcomes:
+        fitting = [value for _, value, fits in outcome.varied if fits]
+        low, high = min([outcome.simulated, *fitting]), max([outcome.simulated, *fitting])
         span = f"{low:.4g} to {high:.4g}" if fitting else ""
-        peak = f"{format_bytes(each.peak_bytes)}{'' if each.peak_bytes <= each.memory_bytes else '!'}"
+        peak = f"{format_bytes(outcome.peak_bytes)}{'' if outcome.peak_bytes <= outcome.memory_bytes else '!'}"
         lines.append(
-            f"{each.row.name:24}{each.row.published:12.5g}{each.simulated:12.5g}{each.ratio:8.2f}  {span:20}{peak:>10}"
-            f"  {each.row.measure}"
+            f"{outcome.row.name:24}{outcome.row.published:12.5g}{outcome.simulated:12.5g}{outcome.ratio:8.2f}"
+            f"  {span:20}{peak:>10}  {outcome.row.measure}"
         )
-        if each.row.why or not each.agrees:
-            lines.append(f"    {each.row.why or 'Why they disagree is not known.'}")
-        if each.peak_bytes > each.memory_bytes:
-            lines.append(f"    ! does not fit the {format_bytes(each.memory_bytes)} of a rank")
+        if outcome.row.why or not outcome.agrees:
+            lines.append(f"    {outcome.row.why or 'Why they disagree is not known.'}")
+        if outcome.peak_bytes > outcome.memory_bytes:
+            lines.append(f"    ! does not fit the {format_bytes(outcome.memory_bytes)} of a rank")
     return "\n".join(lines)

@@ -51,11 +51,11 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the flags, and reject `--model=--`, of which argparse up to Python 3.12 makes an empty list."""
-        found = super().parse_args(args, namespace)
+        chosen = super().parse_args(args, namespace)
         for action in self._actions:
-            if action.nargs is None and getattr(found, action.dest, None) == []:
+            if action.nargs is None and getattr(chosen, action.dest, None) == []:
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
-        return found
+        return chosen
 
     def find_given(self, args: Sequence[str]) -> set[str]:
         """Return the names of the values that the arguments set, whether or not they equal the defaults.
@@ -66,8 +66,8 @@ class FlagParser(argparse.ArgumentParser):
         """
         # argparse sets no default where the namespace has a value already.
         unset = object()
-        found = super().parse_args(args, argparse.Namespace(**{action.dest: unset for action in self._actions}))
-        return {name for name, value in vars(found).items() if value is not unset}
+        chosen = super().parse_args(args, argparse.Namespace(**{action.dest: unset for action in self._actions}))
+        return {name for name, value in vars(chosen).items() if value is not unset}
 
 
 def make_bare_parser(description: str) -> argparse.ArgumentParser:
@@ -122,8 +122,8 @@ def parse_seed(text: str) -> int:
 def _parse_number(kind: Callable[[str], Number], text: str, low: float, high: float, expected: str) -> Number:
     # Of a ValueError argparse would show the name of the function, and not its message.
     with suppress(ValueError):
-        if low <= (found := kind(text)) <= high:
-            return found
+        if low <= (number := kind(text)) <= high:
+            return number
     raise argparse.ArgumentTypeError(f"{text!r} must be {expected}.")
 
 

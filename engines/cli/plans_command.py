@@ -38,9 +38,9 @@ def run_plans(arguments: Sequence[str]) -> int:
     states = count_optimiser_states(options.OPTIMISERS[chosen.optimiser], model, loss)
     rank_bytes = chosen.memory_mb << 20 if chosen.memory_mb else machine.get_rank_bytes(chosen.ranks)
     graph_of = TraceCache(model, options.get_image_shape(chosen), loss).get_graph
-    found = search(chosen.ranks, chosen.batch_size, graph_of, machine, rank_bytes, states, by=chosen.by)
-    for each in islice(found.fitting, chosen.top):
-        numbers = {"images_per_s": each.images_per_s, "step_s": each.seconds, "peak_bytes": each.peak_bytes}
-        print(json.dumps({"plan": each.plan.summary, **numbers}), flush=True)
-    print(explain((*found.fitting, *found.too_large), found.refused, rank_bytes, by=chosen.by))
+    forecasts = search(chosen.ranks, chosen.batch_size, graph_of, machine, rank_bytes, states, by=chosen.by)
+    for forecast in islice(forecasts.fitting, chosen.top):
+        numbers = {"images_per_s": forecast.images_per_s, "step_s": forecast.seconds, "peak_bytes": forecast.peak_bytes}
+        print(json.dumps({"plan": forecast.plan.summary, **numbers}), flush=True)
+    print(explain((*forecasts.fitting, *forecasts.too_large), forecasts.refused, rank_bytes, by=chosen.by))
     return 0

@@ -187,8 +187,8 @@ def _make_fitting_datasets(chosen: argparse.Namespace, recipe: Recipe) -> tuple[
             "--image-size."
         )
     images, others = make_datasets(chosen, count_step_images(recipe))
-    for each in (images, others or images):
-        check_classes(each, recipe.graph)
+    for dataset in (images, others or images):
+        check_classes(dataset, recipe.graph)
     return images, others
 
 

@@ -175,10 +175,10 @@ def parse_dtype(code: str) -> torch.dtype:
     >>> parse_dtype("F32")
     torch.float32
     """
-    found = next((name for name, known in _CODES.items() if known == code), None)
-    if found is None:
+    dtype = next((name for name, known in _CODES.items() if known == code), None)
+    if dtype is None:
         raise ValueError(f"{code!r} is no type of tensor that a checkpoint holds")
-    return getattr(torch, found)  # type: ignore[no-any-return]
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
 def _count_bytes(spec: TensorSpec) -> int:
@@ -299,7 +299,7 @@ class CheckpointWriter:
                 file.write(serialise_manifest(manifest))
                 file.flush()
                 os.fsync(file.fileno())
-            found = publish_draft(self._path, manifest["step"])
+            checkpoint = publish_draft(self._path, manifest["step"])
             self._path = None  # it is no draft any more, so `discard` must not remove it
         except OSError as error:
             self.discard()
@@ -309,14 +309,14 @@ class CheckpointWriter:
         except OSError as error:
             self.discard()
             raise CheckpointError(
-                f"{found} is written, but the disk did not confirm its name ({error.strerror or error}): after a power "
-                f"cut it may be missing. All earlier checkpoints stay. {describe_remedy(error.errno)}"
+                f"{checkpoint} is written, but the disk did not confirm its name ({error.strerror or error}): after a "
+                f"power cut it may be missing. All earlier checkpoints stay. {describe_remedy(error.errno)}"
             ) from error
         with suppress(OSError):  # one too many is no failure
             # Last: until the new checkpoint is on disk, no old one goes.
-            own = [path for path in list_checkpoints(self.folder) if read_identity(path) == manifest[TRAINING]]
-            prune(own, keep)
-        return found
+            checkpoints = [path for path in list_checkpoints(self.folder) if read_identity(path) == manifest[TRAINING]]
+            prune(checkpoints, keep)
+        return checkpoint
 
     def discard(self) -> None:
         """Remove unfinished files and release the lock. A finished checkpoint stays."""

@@ -121,8 +121,8 @@ def get_number(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the oldest first."""
-    found = sorted((get_number(path), path) for path in folder.iterdir() if _NAME.fullmatch(path.name))
-    return [path for _, path in found if path.is_dir()]
+    numbered = sorted((get_number(path), path) for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return [path for _, path in numbered if path.is_dir()]
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -134,18 +134,18 @@ def find_checkpoints(path: Path) -> list[Path]:
         with suppress(FileNotFoundError, NotADirectoryError):
             (path / MANIFEST).lstat()
             return [path]
-        found = list_checkpoints(path)
+        checkpoints = list_checkpoints(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{path}: there is no such folder. Name a checkpoint, or a folder of checkpoints."
         ) from None
     except OSError as error:
         raise make_read_error(path, "the list of its checkpoints", error) from error
-    if not found and _NAME.fullmatch(path.name):
+    if not checkpoints and _NAME.fullmatch(path.name):
         return [path]  # a checkpoint by its name, but without its manifest
-    if not found:
+    if not checkpoints:
         raise CheckpointError(f"{path}: there is no checkpoint in this folder.")
-    return found[::-1]
+    return checkpoints[::-1]
 
 
 @contextmanager
@@ -212,9 +212,9 @@ def create_draft(folder: Path) -> Path:
     for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)
     number = max(map(get_number, list_checkpoints(folder)), default=0) + 1
-    made = folder / f"{_PARTIAL}{number:05}"
-    made.mkdir()
-    return made
+    draft = folder / f"{_PARTIAL}{number:05}"
+    draft.mkdir()
+    return draft
 
 
 def get_free_bytes(folder: Path) -> int:

@@ -60,8 +60,8 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
         lambda: None if world.rank else open_checkpoint(path, training.recipe, training.identity),
         CheckpointError,
     )
-    found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
-    checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
+    chosen, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
+    checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, chosen), CheckpointError)
     # From here on nothing can fail. But an interrupt may stop a rank half-way: until all is done, its count of updates
     # is that of no training, so that the weights are refused.
     training.worker.steps = 0
@@ -77,27 +77,29 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
 def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[str, Tensor], OptimiserStep]:
     """Read this rank's weights and buffers, and make its optimiser and scheduler, without changing the training."""
     checkpoint = Checkpoint(path, read_manifest(path))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     # Each rank reads what it holds under its own plan, from files that list everything by the model's names.
-    own = {**training.weights, **training.buffers, **training.kept}
+    rank_state = {**training.weights, **training.buffers, **training.kept}
     for owner, names in training.recipe.names.items():
-        wanted = {held: name for name, held in names.on_ranks.items() if held in own}
-        found |= checkpoint.read_tensors(get_tensor_file(owner), wanted)
-    for name, tensor in found.items():
-        if tensor.is_floating_point() != own[name].is_floating_point():
-            raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
+        wanted = {held: name for name, held in names.on_ranks.items() if held in rank_state}
+        tensors |= checkpoint.read_tensors(get_tensor_file(owner), wanted)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() != rank_state[name].is_floating_point():
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is {tensor.dtype} there, and {rank_state[name].dtype} here."
+            )
     optimiser = training.make_optimiser()
     # A fresh one on the training's own weights: they get their saved values later, when all ranks have succeeded.
     descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
     if optimiser:
         by_id = {id(weight): name for name, weight in training.weights.items()}
         with checkpoint.translate_errors():
-            made = make_optimiser_state(
+            state_dict = make_optimiser_state(
                 optimiser, by_id, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE)
             )
-            optimiser.load_state_dict(made)
+            optimiser.load_state_dict(state_dict)
             if checkpoint.manifest["precision"] == training.recipe.plan.precision:
-                _restore_dtypes(optimiser, made["state"])
+                _restore_dtypes(optimiser, state_dict["state"])
     if descent.scheduler:
         state = _read_scheduler_state(checkpoint, len(descent.optimiser.param_groups))
         with checkpoint.translate_errors():
@@ -106,7 +108,7 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
     scale = checkpoint.manifest["loss_scale"]
     if descent.scaled and scale is not None:
         descent.scale, descent.good_steps = scale, checkpoint.manifest["good_steps"]
-    return checkpoint, found, descent
+    return checkpoint, tensors, descent
 
 
 def _restore_dtypes(optimiser: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
@@ -130,7 +132,7 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
     """Check everything but the values of large tensors against what is to be trained. Raises CheckpointError."""
     graph = {**recipe.graph.weights, **recipe.graph.buffers}
     for owner, names in recipe.names.items():
-        held = {name: (graph[own].shape, getattr(torch, graph[own].dtype)) for name, own in names.held.items()}
+        held = {name: (graph[key].shape, getattr(torch, graph[key].dtype)) for name, key in names.held.items()}
         kept = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in names.kept.items()}
         if held or kept or owner == "model":
             _check_shapes(checkpoint, owner, held | kept)
@@ -145,9 +147,9 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
             )
     with checkpoint.translate_errors():
         needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
-    found = checkpoint.read_shapes(STATE).keys()
-    if needed != found:
-        differences = _describe_differences({"not in it": needed - found, "of no weight": found - needed})
+    stored = checkpoint.read_shapes(STATE).keys()
+    if needed != stored:
+        differences = _describe_differences({"not in it": needed - stored, "of no weight": stored - needed})
         raise make_damaged_error(checkpoint.path, f"of {STATE}, {differences}")
     _check_optimisation(checkpoint, recipe, bool(ours))
     if checkpoint.feed is not None:
@@ -180,8 +182,8 @@ def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Mapping[str, Any]) -
 
 def _describe_differences(names: Mapping[str, Collection[str]]) -> str:
     """Describe names by what is different about them; empty if there are none."""
-    differences = ((what, sorted(found)) for what, found in names.items() if found)
-    return "; ".join(f"{len(found)} {what}: {format_names(found)}" for what, found in differences)
+    differences = ((what, sorted(differing)) for what, differing in names.items() if differing)
+    return "; ".join(f"{len(differing)} {what}: {format_names(differing)}" for what, differing in differences)
 
 
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
@@ -190,11 +192,11 @@ def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) ->
     given = {spec.name: spec.make_placeholder() for spec in recipe.parameters}
     optimiser = make_optimiser(recipe.optimiser, given) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None
-    for what, made in (("optimiser", optimiser), ("scheduler", paced)):
+    for what, fresh in (("optimiser", optimiser), ("scheduler", paced)):
         with checkpoint.translate_errors():
             stored = checkpoint.manifest[what]
             theirs = stored["kind"] if stored else "none"
-        ours = type(made).__name__ if made else "none"
+        ours = type(fresh).__name__ if fresh else "none"
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: the {what} of this checkpoint is {str(theirs)[:40]}, and here it is {ours}. Train "
@@ -227,9 +229,9 @@ def _check_optimiser_state(
         return torch.empty(shape, dtype=parse_dtype(code), device="meta")
 
     with checkpoint.translate_errors():
-        made = make_optimiser_state(optimiser, names, checkpoint.weight_states, read_if_small)
-        check_optimiser_step(optimiser, made, names)
-    return made
+        state_dict = make_optimiser_state(optimiser, names, checkpoint.weight_states, read_if_small)
+        check_optimiser_step(optimiser, state_dict, names)
+    return state_dict
 
 
 def _read_scheduler_state(checkpoint: Checkpoint, groups: int) -> dict[str, Any]:
@@ -272,7 +274,7 @@ def optimiser_state(
     >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> optimiser.load_state_dict(optimiser_state(folder, model, optimiser))
     """
-    checkpoint = Checkpoint.open(make_path(path), lambda found: _check_owners(found, model, loss))
+    checkpoint = Checkpoint.open(make_path(path), lambda candidate: _check_owners(candidate, model, loss))
     checkpoint.warn_of_passed_over(stacklevel=2)
     _check_owners(checkpoint, model, loss)
     first = find_first_names(model, loss)  # of tied weights, the name under which the ranks know them

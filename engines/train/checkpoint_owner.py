@@ -29,19 +29,22 @@ def find_own_checkpoints(path: Path, identity: str | None = None) -> tuple[list[
     only one, whomever it belongs to. Raises CheckpointError if the folder has none, or those of several other
     trainings.
     """
-    found = find_checkpoints(path)
-    if found == [path]:
-        return found, []
-    owners = {each: read_identity(each) for each in found}
+    checkpoints = find_checkpoints(path)
+    if checkpoints == [path]:
+        return checkpoints, []
+    owners = {checkpoint: read_identity(checkpoint) for checkpoint in checkpoints}
     known = dict.fromkeys(owner for owner in owners.values() if owner is not None)
     if identity not in known and len(known) > 1:
         raise CheckpointError(
             f"{path}: it has the checkpoints of {len(known)} trainings. Name the one to load:\n"
-            + "\n".join(_describe_newest([each for each in found if owners[each] == owner]) for owner in known)
+            + "\n".join(
+                _describe_newest([checkpoint for checkpoint in checkpoints if owners[checkpoint] == owner])
+                for owner in known
+            )
         )
     chosen = identity if identity in known else next(iter(known), None)
-    own = [each for each, owner in owners.items() if owner in (chosen, None)]
-    return own, [each for each in found if each not in own]
+    owned = [checkpoint for checkpoint, owner in owners.items() if owner in (chosen, None)]
+    return owned, [checkpoint for checkpoint in checkpoints if checkpoint not in owned]
 
 
 def _describe_newest(paths: Sequence[Path]) -> str:
@@ -55,7 +58,7 @@ def describe_others(folder: Path, identity: str) -> str:
 
     It is empty if there are none, or no folder.
     """
-    owners = [read_identity(each) for each in (list_checkpoints(folder) if folder.is_dir() else [])]
+    owners = [read_identity(checkpoint) for checkpoint in (list_checkpoints(folder) if folder.is_dir() else [])]
     others = [owner for owner in owners if owner not in (identity, None)]
     if not others:
         return ""
@@ -78,7 +81,7 @@ def read_outline(path: Path) -> dict[str, Any]:
 
 def check_outline(path: Path, known: dict[str, Any]) -> None:
     """Raise DamagedError if the checkpoint at `path` is not the one whose outline is known; CheckpointError."""
-    if (found := read_outline(path)) != known:
-        wrong = next(name for name, value in known.items() if found[name] != value)
-        differs = f"step {found['step']} instead of {known['step']}" if wrong == "step" else f"other {wrong}"
+    if (outline := read_outline(path)) != known:
+        wrong = next(name for name, value in known.items() if outline[name] != value)
+        differs = f"step {outline['step']} instead of {known['step']}" if wrong == "step" else f"other {wrong}"
         raise make_damaged_error(path, f"it is not the one that this training has saved, but one of {differs}")

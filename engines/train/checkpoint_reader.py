@@ -75,19 +75,23 @@ class Checkpoint:
         #             does not fit             -> raises
         #             cannot be read now       -> raises
         #             whole                    -> taken
-        found, others = find_own_checkpoints(path, identity)
+        candidates, others = find_own_checkpoints(path, identity)
         wrong: list[DamagedError] = []
-        for each in found:
+        for candidate in candidates:
             try:
-                if each != path and each.is_symlink() and not each.resolve().is_relative_to(each.parent.resolve()):
-                    raise make_damaged_error(each, "it is a link that leads out of its folder")
+                if (
+                    candidate != path
+                    and candidate.is_symlink()
+                    and not candidate.resolve().is_relative_to(candidate.parent.resolve())
+                ):
+                    raise make_damaged_error(candidate, "it is a link that leads out of its folder")
                 passed_over = [
                     f"{damaged} is damaged, and an older checkpoint is taken: {error.why}."
-                    for damaged, error in zip(found, wrong, strict=False)
+                    for damaged, error in zip(candidates, wrong, strict=False)
                 ]
-                if newer := [other for other in others if get_number(other) > get_number(each)]:
-                    passed_over.append(f"{newer[0]} is newer, but of another training: {each} is of this one.")
-                checkpoint = cls(each, read_manifest(each), tuple(passed_over))
+                if newer := [other for other in others if get_number(other) > get_number(candidate)]:
+                    passed_over.append(f"{newer[0]} is newer, but of another training: {candidate} is of this one.")
+                checkpoint = cls(candidate, read_manifest(candidate), tuple(passed_over))
                 checkpoint._check_files(hold, only)
                 return checkpoint
             # Only damage leads to the next older checkpoint. A checkpoint that does not fit, or that cannot be read
@@ -96,8 +100,8 @@ class Checkpoint:
                 wrong.append(error)
         if len(wrong) == 1:
             raise wrong[0]
-        listed = "".join(f"\n{each.name}: {error.why}" for each, error in zip(found, wrong, strict=True))
-        raise DamagedError(f"{path}: none of its {len(found)} checkpoints is whole.{listed}")
+        listed = "".join(f"\n{damaged.name}: {error.why}" for damaged, error in zip(candidates, wrong, strict=True))
+        raise DamagedError(f"{path}: none of its {len(candidates)} checkpoints is whole.{listed}")
 
     def warn_of_passed_over(self, stacklevel: int) -> None:
         """Warn of newer checkpoints that were passed over: the training resumes from an earlier step than expected."""
@@ -126,13 +130,13 @@ class Checkpoint:
         with self.translate_errors():
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
             options = stored["options"]
-            for name, each in stored["weights"].items():
-                number = each["options"]
+            for name, state in stored["weights"].items():
+                number = state["options"]
                 # Python would take True as index 1, and -1 as the last index.
                 if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
                     raise IndexError(f"there are no options {str(number)[:20]}")
-                tensors, values = each["tensors"], each["values"]
-                if not all(isinstance(found, dict) for found in (options[number], values)):
+                tensors, values = state["tensors"], state["values"]
+                if not all(isinstance(mapping, dict) for mapping in (options[number], values)):
                     raise TypeError("the options or values of a weight are no dict")
                 if not isinstance(tensors, list) or not all(isinstance(key, str) for key in tensors):
                     raise TypeError("the names of a weight's tensors are no list of texts")
@@ -158,14 +162,14 @@ class Checkpoint:
                     raise make_damaged_error(self.path, f"{name!r} is no file of its own")
                 expected = int(entry["bytes"])
                 try:
-                    found = file.stat()
+                    status = file.stat()
                 except OSError as error:
                     raise make_read_error(self.path, file.name, error) from error
-                if not stat.S_ISREG(found.st_mode):  # reading a pipe, for example, would block
+                if not stat.S_ISREG(status.st_mode):  # reading a pipe, for example, would block
                     raise make_damaged_error(self.path, f"{file.name} is no regular file")
-                if found.st_size != expected:
+                if status.st_size != expected:
                     raise make_damaged_error(
-                        self.path, f"{file.name} has {found.st_size:,} bytes instead of {expected:,}"
+                        self.path, f"{file.name} has {status.st_size:,} bytes instead of {expected:,}"
                     )
                 size += expected
         if other := sums.keys() - set(_FILES):
@@ -177,14 +181,14 @@ class Checkpoint:
             self._check_crc32(name, crc32)
 
     def _check_crc32(self, name: str, crc32: int) -> None:
-        found = 0
+        checksum = 0
         try:
             with open_regular(self.path / name) as opened:
                 while chunk := opened.read(_CHUNK_BYTES):
-                    found = zlib.crc32(chunk, found)
+                    checksum = zlib.crc32(chunk, checksum)
         except (OSError, MemoryError) as error:
             raise make_read_error(self.path, name, error) from error
-        if found != crc32:
+        if checksum != crc32:
             raise make_damaged_error(self.path, f"the contents of {name} are not those that were written")
 
     def read_shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -211,8 +215,8 @@ class Checkpoint:
             raise make_damaged_error(self.path, f"{file} is not among the files that it lists")
         with self.translate_errors():
             # The library parses the whole header, of any length that the first 8 bytes state.
-            with open_regular(self.path / file) as own:
-                header = own.read(8)
+            with open_regular(self.path / file) as handle:
+                header = handle.read(8)
             if len(header) == 8 and (size := int.from_bytes(header, "little")) > HEADER_BYTES:
                 raise make_damaged_error(self.path, f"the header of {file} would have {size:,} bytes")
             try:

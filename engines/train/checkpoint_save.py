@@ -116,10 +116,10 @@ class _CheckpointContents:
         }
         names[STATE] = {f"{name}/{key}": f"{name}/{key}" for name, state in states.items() for key in state.tensors}
         files = {}
-        for file, found in names.items():
+        for file, on_ranks in names.items():
             stored = {
                 name: _StoredTensor(held, parts[sources[held]].specs[held], sources[held])
-                for name, held in found.items()
+                for name, held in on_ranks.items()
             }
             # By decreasing element size: the format requires each tensor aligned to it, and has no gaps.
             ordered = sorted(stored, key=lambda name: getattr(torch, stored[name].spec.dtype).itemsize, reverse=True)
@@ -194,8 +194,8 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
     #   all ranks    tensors to rank 0, file by file | rank 0 keeps its errors until the end
     #   rank 0       manifest, publish, prune        |
     world = training.worker.world
-    tensors, own = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
-    contents = _CheckpointContents.of(training.recipe, world.all_gather(own))
+    tensors, metadata = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
+    contents = _CheckpointContents.of(training.recipe, world.all_gather(metadata))
     writer = None
     try:
         writer = run_on_all(
@@ -221,17 +221,17 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
 
 def _gather_tensors(world: World, stored: Collection[_StoredTensor], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Send each tensor from its source to rank 0, one after another, and yield them there."""
-    for each in stored:
-        get_status_board().report(f"saves {each.held}".encode())
-        if world.rank == each.source:
-            tensor = tensors[each.held].detach().cpu().contiguous()
+    for description in stored:
+        get_status_board().report(f"saves {description.held}".encode())
+        if world.rank == description.source:
+            tensor = tensors[description.held].detach().cpu().contiguous()
         elif world.rank == 0:
-            tensor = torch.empty(each.spec.shape, dtype=getattr(torch, each.spec.dtype))
+            tensor = torch.empty(description.spec.shape, dtype=getattr(torch, description.spec.dtype))
         else:
             continue
         # As all ranks iterate in the same order, one tag suffices, and sends and receives match.
-        if each.source and each.spec.numel:
-            message = [Message(0 if world.rank else each.source, TENSOR_TAG, tensor)]
+        if description.source and description.spec.numel:
+            message = [Message(0 if world.rank else description.source, TENSOR_TAG, tensor)]
             world.exchange(*((message, []) if world.rank else ([], message))).wait()
         if world.rank == 0:
             yield tensor

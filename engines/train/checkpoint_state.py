@@ -247,10 +247,10 @@ def make_optimiser_state(
     #   saved, by name     {"conv.weight": state, "fc.bias": state, "fc.weight": state}
     #   this rank holds    group 0: fc.weight, fc.bias
     #   result             group 0: params [0, 1], saved options;  state {0: of fc.weight, 1: of fc.bias}
-    made = optimiser.state_dict()
-    for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
-        own = [names[id(weight)] for weight in group["params"]]
-        saved = [name for name in own if name in states]
+    state_dict = optimiser.state_dict()
+    for group, packed in zip(optimiser.param_groups, state_dict["param_groups"], strict=True):
+        members = [names[id(weight)] for weight in group["params"]]
+        saved = [name for name in members if name in states]
         if other := next((name for name in saved if states[name].options != states[saved[0]].options), None):
             raise CheckpointError(
                 f"{saved[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
@@ -263,7 +263,7 @@ def make_optimiser_state(
         if not find_refused_options(optimiser, group) and (why := find_refused_options(optimiser, group | options)):
             raise ValueError(f"{kind} refuses the options of {saved[0] if saved else 'a group'}: {why}")
         packed.update(options)
-        for index, name, weight in zip(packed["params"], own, group["params"], strict=True):
+        for index, name, weight in zip(packed["params"], members, group["params"], strict=True):
             if name not in states:
                 continue
             kept = {key: decode_value(value) for key, value in states[name].values.items()}
@@ -273,8 +273,8 @@ def make_optimiser_state(
                     like = weight if read.shape == weight.shape else read  # other memory layouts slow down steps
                     kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
             if kept:
-                made["state"][index] = kept
-    return made
+                state_dict["state"][index] = kept
+    return state_dict
 
 
 # Check by a trial step without memory that training can continue from the state of an optimiser and a scheduler.
@@ -410,7 +410,7 @@ def _check_weight_values(held: Mapping[str, Any], usual: Mapping[str, Any], name
                 if value.shape != like.shape:
                     raise ValueError(f"{where} has the shape {tuple(value.shape)} instead of {tuple(like.shape)}")
                 # The width of a dtype may differ, as with another precision; `load_state_dict` converts it.
-                classes = [(each.is_floating_point(), each.is_complex()) for each in (value, like)]
+                classes = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (value, like)]
                 if classes[0] != classes[1]:
                     raise ValueError(f"{where} is of type {value.dtype}, and here of type {like.dtype}")
                 if not value.dim() and not value.is_meta and not _is_finite(value):

@@ -138,11 +138,11 @@ class RankStepper:
         if name is None:
             return None
         try:
-            found = self.training.worker.peek(name, micro_batch)
+            part = self.training.worker.peek(name, micro_batch)
         # Not made yet, released already, or another rank's: for a view that is no error.
         except PlanError:
             return None
-        chosen = found.grad if gradient else found
+        chosen = part.grad if gradient else part
         return None if chosen is None else chosen.detach()
 
     def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[ReceivedMessage]]:
@@ -156,14 +156,14 @@ class RankStepper:
             return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
 
         effects = []
-        for each in self._landings:
-            place = self._get_plane(each.move.tile)
-            tensors = (cut_plane(tensor, place) for tensor in (each.before, each.arrived, each.after))
-            effects.append(ReceivedMessage(each.move, *tensors))
-        found = self.get_tensor(look.name, look.micro_batch, look.gradient)
-        if found is None:
+        for landing in self._landings:
+            place = self._get_plane(landing.move.tile)
+            tensors = (cut_plane(tensor, place) for tensor in (landing.before, landing.arrived, landing.after))
+            effects.append(ReceivedMessage(landing.move, *tensors))
+        part = self.get_tensor(look.name, look.micro_batch, look.gradient)
+        if part is None:
             return None, effects
-        planes = _to_planes(found, look.plane)
+        planes = _to_planes(part, look.plane)
         plane = _cut_channel(planes, look.plane, look)
         if plane is None:
             return None, effects
@@ -172,7 +172,7 @@ class RankStepper:
         blocks = block_px if look.plane.axes else max(1, math.ceil(plane.shape[0] / look.bound_px)), block_px
         if block_px > 1 and plane.numel():
             plane = functional.avg_pool2d(plane[None], blocks, ceil_mode=True)[0]
-        return ViewResult(plane.clone(), blocks, tuple(found.shape), planes.shape[1]), effects
+        return ViewResult(plane.clone(), blocks, tuple(part.shape), planes.shape[1]), effects
 
     def drop(self) -> None:
         """Free all values of the step. Weights, buffers and the random seed are as before the step."""
@@ -183,7 +183,7 @@ class RankStepper:
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the memory of the tensors' storages, each counted once."""
     # Views share a storage, and so do a value and its window: the key counts it once.
-    storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
 

@@ -98,9 +98,9 @@ class RankEvaluation:
                     bad[piece.index] = describe_read_error(self.images.name(piece.index), error)
         # All ranks must agree before anyone predicts: a rank that cannot read its pixels would leave the others waiting
         # in the first exchange. Reversed, so that the text of the lowest rank wins.
-        found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
-        if found:
-            return PredictedBatch({}, None, found)
+        unreadable = {number: text for texts in reversed(self.world.all_gather(bad)) for number, text in texts.items()}
+        if unreadable:
+            return PredictedBatch({}, None, unreadable)
         inputs = {part: part.assemble(step, pieces.__getitem__) for part, pieces in read.items()}
         labels = None if self.labels is None else inputs[self.labels][0]["labels"]
         return PredictedBatch(self.prediction.predict(inputs[self.own]), labels, {})
@@ -133,9 +133,9 @@ class HeldOutSet:
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
         # The state stays empty: ranks predict with the weights that they train, without copies.
         with self._constants:
-            made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
-        _check_exact(made, len(self.images))
-        return made
+            forward = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+        _check_exact(forward, len(self.images))
+        return forward
 
     @cached_property
     def programs(self) -> Sequence[Program]:
@@ -240,10 +240,10 @@ class HeldOutSet:
             whole = whole.to(_choose_loss_type(whole.dtype))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
             with self._constants:
-                found = [
+                losses = [
                     (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
                 ]
-            yield found, count_predictions(whole, labels, meaning)
+            yield losses, count_predictions(whole, labels, meaning)
 
     def _predict_steps(self, ask: PredictImages, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[PredictedBatch]]]:
         """Yield the predictions of all images in order, step by step. Copies of the last image fill the last step."""
@@ -253,13 +253,13 @@ class HeldOutSet:
             members = waiting[:size]
             if len(members) < size:  # bad images may have left fewer than were counted before the first step
                 _check_exact(self.forward, len(self.images) - len(bad))
-            found, answers = ask([*members, *members[-1:] * (size - len(members))])
-            if found and self.on_bad_image == "raise":
-                raise ImageError(next(iter(found.values())))
-            bad.update(found)
+            unreadable, answers = ask([*members, *members[-1:] * (size - len(members))])
+            if unreadable and self.on_bad_image == "raise":
+                raise ImageError(next(iter(unreadable.values())))
+            bad.update(unreadable)
             # A step with a bad image has no predictions: the same step is tried again without that image.
-            waiting = [number for number in waiting if number not in found] if found else waiting[size:]
-            if not found:
+            waiting = [number for number in waiting if number not in unreadable] if unreadable else waiting[size:]
+            if not unreadable:
                 yield len(members), answers
 
 
@@ -317,12 +317,12 @@ def _choose_loss_type(prediction: torch.dtype) -> torch.dtype:
 def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:
     """Collect the ranks' tensors (from `RankTraining.copy_tensors`) into a state dict of the model or the `loss`."""
     names = recipe.names.get(owner, StateNames())
-    found = {
+    tensors = {
         name: tensor
         for rank in ranks
         for name, tensor in {**rank["weights"], **rank["buffers"], **rank["kept"]}.items()
     }
-    return {name: found[own] for name, own in names.on_ranks.items()}
+    return {name: tensors[key] for name, key in names.on_ranks.items()}
 
 
 def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet, evaluation: RankEvaluation) -> Scores:
@@ -332,9 +332,9 @@ def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet
     """
 
     def predict_images(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
-        own = evaluation.predict(numbers)
-        return own.bad, world.gather(own)
+        batch = evaluation.predict(numbers)
+        return batch.bad, world.gather(batch)
 
     evaluation.begin()
     scores = held_out.compute_scores(predict_images, lambda: world.all_gather(training.copy_tensors()))
-    return next(found for found in world.all_gather(scores) if found is not None)
+    return next(rank_scores for rank_scores in world.all_gather(scores) if rank_scores is not None)

@@ -37,12 +37,12 @@ def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozense
     if not specs:
         return frozenset()
     named = {spec.name: spec.make_placeholder() for spec in specs}
-    made = make_optimiser(function, named)
-    closure = inspect.signature(made.step).parameters.get("closure")
+    optimiser = make_optimiser(function, named)
+    closure = inspect.signature(optimiser.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise PlanError(
-            f"{type(made).__name__} computes the loss again as it steps and couples all weights, but a rank has only "
-            "those of its stage. Use an optimiser that works per parameter, such as SGD or AdamW."
+            f"{type(optimiser).__name__} computes the loss again as it steps and couples all weights, but a rank has "
+            "only those of its stage. Use an optimiser that works per parameter, such as SGD or AdamW."
         )
     if hooked := [name for name, weight in named.items() if has_hooks(weight)]:
         raise PlanError(
@@ -98,8 +98,8 @@ def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mappi
 
 def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of each parameter's group; -1 if it is in none."""
-    made = make_optimiser(function, named)
-    numbers = {id(weight): number for number, group in enumerate(made.param_groups) for weight in group["params"]}
+    optimiser = make_optimiser(function, named)
+    numbers = {id(weight): number for number, group in enumerate(optimiser.param_groups) for weight in group["params"]}
     return {name: numbers.get(id(weight), -1) for name, weight in named.items()}
 
 
@@ -142,10 +142,10 @@ class _OptimiserTrial:
             for spec in self.specs
             if spec.key in held
         }
-        made, keys = make_on_rank(self.function, self.specs, weights), {id(w): key for key, w in weights.items()}
+        optimiser, keys = make_on_rank(self.function, self.specs, weights), {id(w): key for key, w in weights.items()}
         return {
             keys[id(weight)]: {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            for group in made.param_groups
+            for group in optimiser.param_groups
             for weight in group["params"]
         }
 
@@ -155,13 +155,13 @@ class _OptimiserTrial:
         moved = [(number, spec) for number, spec in enumerate(specs) if spec.key in held]
         weights = {spec.key: nn.Parameter(_make_random(spec, number, 1.0)) for number, spec in moved}
         before = {key: weight.detach().clone() for key, weight in weights.items()}
-        made = make_on_rank(self.function, specs, weights)
+        optimiser = make_on_rank(self.function, specs, weights)
         for step in range(_STEPS):
             for number, spec in moved:
                 # Weights with equally large gradients would hide a norm over all of them: sizes differ each time.
                 size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
                 weights[spec.key].grad = _make_random(spec, number + (1 + step) * len(specs), size)
-            _step(made)
+            _step(optimiser)
         return {key: (before[key], weight.detach()) for key, weight in weights.items()}
 
     def choose_sample(
@@ -249,10 +249,10 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
             weights[spec.key].grad, left = torch.ones(spec.shape, dtype=spec.dtype), left - _count_elements(spec)
     if not weights:
         return 0
-    made = make_on_rank(function, specs, weights)
-    _step(made)
+    optimiser = make_on_rank(function, specs, weights)
+    _step(optimiser)
     # Scalars such as Adam's step count are no memory per element: `value.dim()` leaves them out.
-    kept = (value for weight in weights.values() for value in made.state.get(weight, {}).values())
+    kept = (value for weight in weights.values() for value in optimiser.state.get(weight, {}).values())
     numbers = sum(value.numel() for value in kept if isinstance(value, Tensor) and value.dim())
     return round(numbers / sum(weight.numel() for weight in weights.values()))
 

@@ -51,15 +51,15 @@ def collect_parameter_specs(
     reads. Raises PlanError if the loss reads a parameter of the model, and TraceError for a complex parameter that
     requires gradients.
     """
-    found: dict[int, ParameterSpec] = {}
+    specs: dict[int, ParameterSpec] = {}
     for prefix, owner in iterate_owners(model, loss):
         for name, weight in owner.named_parameters():
             # Weights tied between model and loss: on ranks the loss has its own copy, which would be trained apart.
-            if id(weight) in found:
+            if id(weight) in specs:
                 if prefix + name not in used:
                     continue
                 raise PlanError(
-                    f"The loss holds the model's parameter {found[id(weight)].name} (as {name}), and ranks would train "
+                    f"The loss holds the model's parameter {specs[id(weight)].name} (as {name}), and ranks would train "
                     "two copies of it. Compute what the loss needs of it in the model's forward, as one of its outputs."
                 )
             if weight.is_complex() and weight.requires_grad:
@@ -70,8 +70,8 @@ def collect_parameter_specs(
                 )
             dtype = held_in if weight.is_floating_point() else weight.dtype
             key = prefix + name
-            found[id(weight)] = ParameterSpec(to_user_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
-    return tuple(found.values())
+            specs[id(weight)] = ParameterSpec(to_user_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
+    return tuple(specs.values())
 
 
 def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
@@ -82,17 +82,17 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
     groups.
     """
     frozen = [name for name, weight in named.items() if not weight.requires_grad]
-    made = _call_function(function, named)
-    if not isinstance(made, torch.optim.Optimizer):
+    optimiser = _call_function(function, named)
+    if not isinstance(optimiser, torch.optim.Optimizer):
         raise PlanError(
-            f"optimiser makes a {type(made).__name__}, not a torch.optim.Optimizer. Give a function of parameters that "
-            "returns one, such as partial(torch.optim.SGD, lr=0.1)."
+            f"optimiser makes a {type(optimiser).__name__}, not a torch.optim.Optimizer. Give a function of parameters "
+            "that returns one, such as partial(torch.optim.SGD, lr=0.1)."
         )
     # A scheduler writes to a tensor learning rate, which would otherwise be that of the user's function itself.
-    for options in (made.defaults, *made.param_groups):
+    for options in (optimiser.defaults, *optimiser.param_groups):
         options.update({key: value.clone() for key, value in options.items() if isinstance(value, Tensor)})
     known = {id(weight) for weight in named.values()}
-    moved = [weight for group in made.param_groups for weight in group["params"]]
+    moved = [weight for group in optimiser.param_groups for weight in group["params"]]
     if foreign := [weight for weight in moved if id(weight) not in known]:
         raise PlanError(
             f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
@@ -111,7 +111,7 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
             f"The optimiser's function sets requires_grad on {format_names(woken)}, which the model has frozen. Call "
             "requires_grad_(True) on the model before it is given."
         )
-    return made
+    return optimiser
 
 
 def make_on_rank(
@@ -129,7 +129,7 @@ def make_on_rank(
     #     rank 1     .  .  c  d
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     named = {spec.name: weights[spec.key] if spec.key in weights else spec.make_placeholder(device) for spec in specs}
-    made = make_optimiser(function, named)
+    optimiser = make_optimiser(function, named)
     if lost := [name for name, weight in weights.items() if not weight.requires_grad]:
         raise PlanError(
             f"The optimiser's function has frozen {format_names(lost)} on a rank, but not before. Let it make the same "
@@ -137,13 +137,13 @@ def make_on_rank(
         )
     # Only this rank's own weights stay in the optimiser; its groups stay, in their order.
     kept = {id(weight) for weight in weights.values()}
-    for group in made.param_groups:
+    for group in optimiser.param_groups:
         mine = [id(weight) in kept for weight in group["params"]]
         for key in group.keys() & {"params", "param_names"}:
             group[key][:] = list(compress(group[key], mine))
-    for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
-        del made.state[weight]
-    return made
+    for weight in [key for key in optimiser.state if isinstance(key, Tensor) and id(key) not in kept]:
+        del optimiser.state[weight]
+    return optimiser
 
 
 def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:

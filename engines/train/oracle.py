@@ -98,9 +98,9 @@ class ReferenceTraining:
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
         # The function may freeze weights, so that what is trained is known only after it was called.
         trains = any(weight.requires_grad for weight in self.weights.values())
-        made = make_optimiser(optimiser, self.weights) if trains else None
+        candidate = make_optimiser(optimiser, self.weights) if trains else None
         self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
-        self.optimiser = made if self.trained else None
+        self.optimiser = candidate if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
         self.rates: list[list[float]] = []  # the learning rate of each group in each update
@@ -135,7 +135,7 @@ class ReferenceTraining:
             with random, self._make_autocast():
                 answer = self.model(images.to(self.dtype))
                 if not self.whole_loss:
-                    values = [call_loss(self.loss, *each)[0] for each in _split(together, answer, labels)]
+                    values = [call_loss(self.loss, *pair)[0] for pair in _split(together, answer, labels)]
             if self.whole_loss:
                 outputs.append(answer)
                 continue
@@ -282,7 +282,7 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
         return max(_compare_squares(_compute_squares(getattr(rank, kind), theirs), sizes) for rank in ranks)
 
     noise = max((_find_noise(weight.dtype) for weight in oracle.weights.values()), default=_find_noise(torch.float64))
-    worst_rel, worst = max((each for step in steps for each in _compare_by_name(*step, noise)), default=(0.0, ""))
+    worst_rel, worst = max((error for step in steps for error in _compare_by_name(*step, noise)), default=(0.0, ""))
     return Comparison(
         # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
         loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
@@ -314,11 +314,11 @@ def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> lis
 
 def _compute_squares(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> dict[str, float]:
     """Return the squared norm of each tensor, or of its difference to that of the same name in `others`."""
-    found = {}
+    squares = {}
     for name, tensor in tensors.items():
         difference = tensor.double() if others is None else tensor.double() - others[name].double()
-        found[name] = difference.square().sum().item()
-    return found
+        squares[name] = difference.square().sum().item()
+    return squares
 
 
 def _compare_squares(differences: Mapping[str, float], sizes: Mapping[str, float]) -> float:
@@ -337,8 +337,8 @@ def _compare_by_name(
     """Yield the relative error of each tensor. A reference that is zero up to rounding counts as large as all."""
     whole = sum(sizes.values())
     for name, difference in differences.items():
-        own = sizes[name]
-        yield _compute_relative(difference, own if own > noise * whole else whole), name
+        size = sizes[name]
+        yield _compute_relative(difference, size if size > noise * whole else whole), name
 
 
 def _compute_relative(difference: float, size: float) -> float:

@@ -57,22 +57,22 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
             "The ranks do not hold this training any more: it was closed, or the ranks were restarted. Call load() "
             "with a checkpoint of it, or make a new Training."
         )
-    found = host.trainings[name]
-    if steps not in (None, found.updates):
+    training = host.trainings[name]
+    if steps not in (None, training.updates):
         raise LostTrainingError(
             f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
-            + ("has loaded a part of them" if found.updates < 0 else f"has done so {found.updates} times")
+            + ("has loaded a part of them" if training.updates < 0 else f"has done so {training.updates} times")
             + ". Load a checkpoint, or make a new Training."
         )
-    return found
+    return training
 
 
 def create(host: RankServer, name: str, freed: Sequence[str], identity: str, recipe: Recipe) -> None:
     """Create a training, whose checkpoints have the id `identity`; those whose names are `freed` are dropped before."""
     for other in freed:
         drop(host, other)
-    made = host.trainings[name] = RankTraining(host.world, recipe)
-    made.identity = identity
+    training = host.trainings[name] = RankTraining(host.world, recipe)
+    training.identity = identity
 
 
 def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
@@ -193,8 +193,8 @@ def begin_tiled_prediction(
 ) -> int:
     """Prepare the prediction of a picture, and return its number of rounds."""
     weights = get_training(host, training, steps).held
-    host.predictions[name] = made = TiledPredictor(host.world, recipe, request, sink, weights)
-    return made.rounds
+    host.predictions[name] = prediction = TiledPredictor(host.world, recipe, request, sink, weights)
+    return prediction.rounds
 
 
 def call_prediction(host: RankServer, name: str, what: str, *args: Any) -> Any:
@@ -208,9 +208,9 @@ def call_prediction(host: RankServer, name: str, what: str, *args: Any) -> Any:
 
 def drop_prediction(host: RankServer, name: str) -> None:
     """Free what a prediction or an evaluation holds on this rank."""
-    found = host.predictions.pop(name, None)
-    if isinstance(found, TiledPredictor):
-        found.close()
+    prediction = host.predictions.pop(name, None)
+    if isinstance(prediction, TiledPredictor):
+        prediction.close()
 
 
 # ---- debugged steps

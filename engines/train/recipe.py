@@ -214,11 +214,11 @@ def _describe_precision_change(model: nn.Module, loss: Loss, plan: Plan) -> str:
 
 
 def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
-    found = dict(graph.constants)
+    state = dict(graph.constants)
     for prefix, owner in iterate_owners(model, loss):
-        found |= {prefix + name: tensor.detach() for name, tensor in owner.named_parameters()}
-        found |= {prefix + name: tensor for name, tensor in owner.named_buffers()}
-    return {name: found[name] for name in (*graph.weights, *graph.buffers)}
+        state |= {prefix + name: tensor.detach() for name, tensor in owner.named_parameters()}
+        state |= {prefix + name: tensor for name, tensor in owner.named_buffers()}
+    return {name: state[name] for name in (*graph.weights, *graph.buffers)}
 
 
 def count_step_images(recipe: Recipe) -> int:

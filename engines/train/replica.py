@@ -218,14 +218,14 @@ class PeerReplica(Replica):
         for peer in arrived:
             if self.offer or peer >= self.number:
                 continue
-            letter, own = self.letters.pop(peer), flatten_tensors(self.trained)
+            letter, row = self.letters.pop(peer), flatten_tensors(self.trained)
             self.known = torch.maximum(self.known, letter.header[1:])
             if int(letter.header[0]) == _FAREWELL:
                 continue
-            # `own` is a copy from before the move: the offering replica must move by the same difference, reversed. And
-            # the answer is sent before the move, because the send reads `own` while this replica goes on.
-            self._send(peer, _WEIGHTS, own)
-            add_half_difference(self.trained, letter.row, own)
+            # `row` is a copy from before the move: the offering replica must move by the same difference, reversed. And
+            # the answer is sent before the move, because the send reads `row` while this replica goes on.
+            self._send(peer, _WEIGHTS, row)
+            add_half_difference(self.trained, letter.row, row)
             self._record_event("answer", peer)
             self.letters[peer] = self._post_receive(peer)
         self._outbox.poll()

@@ -83,11 +83,11 @@ def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
     """
     # Spatial parallelism gives several ranks the same weight, and all of them have its whole gradient.
     seen: set[str] = set()
-    found = []
+    assigned = []
     for names in held:
-        found.append([name for name in names if name not in seen])
+        assigned.append([name for name in names if name not in seen])
         seen.update(names)
-    return found
+    return assigned
 
 
 class ParameterClient(Replica):

@@ -49,25 +49,25 @@ _MOVED = "change of the weight"
 def _collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     """Return all quantities of a record in float64; for weights, their change since the `start`."""
     moved = {name: weight.detach().double() - start[name].double() for name, weight in record.weights.items()}
-    found = _collect_losses(record)
+    quantities = _collect_losses(record)
     for step, gradients in enumerate(record.gradients, start=1):
-        found |= {("gradient", step, name): gradient for name, gradient in gradients.items()}
+        quantities |= {("gradient", step, name): gradient for name, gradient in gradients.items()}
     for what, tensors in ((_MOVED, moved), ("buffer", record.buffers)):
-        found |= {(what, 0, name): tensor for name, tensor in tensors.items()}
-    return {key: tensor.detach().double() for key, tensor in found.items()}
+        quantities |= {(what, 0, name): tensor for name, tensor in tensors.items()}
+    return {key: tensor.detach().double() for key, tensor in quantities.items()}
 
 
 def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
     """Return the losses by micro-batch, or their mean if the loss is that of the whole batch."""
     if record.whole:
-        found = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
+        quantities = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
     else:
-        found = {
+        quantities = {
             ("loss", step, f"of micro-batch {number}"): loss
             for step, losses in enumerate(record.losses, start=1)
             for number, loss in losses.items()
         }
-    return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in found.items()}
+    return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in quantities.items()}
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class RoundingCheck:
         """Masks by weight of the elements whose gradient, in some step, is zero in theory and rounding in fact."""
         self.ensure_nears(1)
         gradients = {key: tensor for key, tensor in self.oracle.items() if key[0] == "gradient" and tensor.numel()}
-        found: dict[str, Tensor] = {}
+        masks: dict[str, Tensor] = {}
         for (what, step, name), gradient in gradients.items():
             other = self.nears[0][what, step, name]
             # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
@@ -154,8 +154,8 @@ class RoundingCheck:
             bound = torch.minimum(1e3 * usual, self._largest[step] * max(_FAINT, self._slack))
             mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
             mask |= self._strays[what, step, name] != 0
-            found[name] = found[name] | mask if name in found else mask
-        return {name: mask for name, mask in found.items() if mask.any()}
+            masks[name] = masks[name] | mask if name in masks else mask
+        return {name: mask for name, mask in masks.items() if mask.any()}
 
     @cached_property
     def _largest(self) -> dict[int, Tensor]:
@@ -182,17 +182,17 @@ class RoundingCheck:
     def _strays(self) -> dict[Key, Tensor]:
         """By gradient: a rank's value where one process has exactly 0, if within the rounding of the whole step."""
         self.ensure_nears(1)
-        found: dict[Key, Tensor] = {}
+        strays: dict[Key, Tensor] = {}
         for key, gradient in self.oracle.items():
             if key[0] == "gradient":
                 # A gradient that is zero in theory may be exactly 0 in one process (two terms cancel bit by bit), and
                 # not on ranks, which add the terms in another order. There the rank's value stands for the noise.
-                zero, found[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
+                zero, strays[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
                 for mine in (record[key] for record in self._records if key in record):
-                    found[key] = torch.where(
-                        zero & (mine.abs() <= self._compute_floor(key)) & (mine != 0), mine, found[key]
+                    strays[key] = torch.where(
+                        zero & (mine.abs() <= self._compute_floor(key)) & (mine != 0), mine, strays[key]
                     )
-        return found
+        return strays
 
     def find_differences(self) -> list[TensorDifference]:
         """Return the tensors whose error exceeds rounding, the furthest beyond the usual first.
@@ -200,18 +200,18 @@ class RoundingCheck:
         One process runs again only if necessary.
         """
         records = self._records
-        found = self._find_beyond(records, self._is_exact)
+        differences = self._find_beyond(records, self._is_exact)
         # An error within EXACT of the tensor's own size needs no explanation, and mostly there is no other.
         # From cheap to expensive: without a run, one perturbed run, the mirrored run, then `_RUNS` perturbed runs.
         for times in (1, _RUNS):
-            if found:
+            if differences:
                 self.ensure_nears(times)
-                found = self._find_beyond(records, lambda key, off: self._is_usual(key, off, self.nears, 0.0))
-            if found and self.noise:
-                found = self._find_beyond(records, self._is_like_mirrored)
-        if found and self.undetermined:
-            found = self._find_beyond(records, self._is_followed, self.followed)
-        return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
+                differences = self._find_beyond(records, lambda key, off: self._is_usual(key, off, self.nears, 0.0))
+            if differences and self.noise:
+                differences = self._find_beyond(records, self._is_like_mirrored)
+        if differences and self.undetermined:
+            differences = self._find_beyond(records, self._is_followed, self.followed)
+        return sorted(differences.values(), key=lambda difference: -difference.rel / max(difference.usual, 1e-16))
 
     @cached_property
     def undetermined(self) -> dict[str, float]:
@@ -220,7 +220,7 @@ class RoundingCheck:
         Only of weights whose first gradient, which no update precedes, is not zero in theory and agrees with itself.
         """
         self.ensure_nears(_RUNS)
-        found = {}
+        undetermined = {}
         for (what, step, name), moved in self.oracle.items():
             first = ("gradient", 1, name)
             if what == _MOVED and first in self.oracle:
@@ -228,8 +228,8 @@ class RoundingCheck:
                 far = max(_compute_norm(near[what, step, name] - moved) for near in self.nears)
                 off = max(_compute_norm(near[first] - self.oracle[first]) for near in self.nears)
                 if far > _MOST * size > 0 and off <= EXACT * gradient and gradient > self._compute_floor(first):
-                    found[name] = far / size
-        return found
+                    undetermined[name] = far / size
+        return undetermined
 
     @cached_property
     def followed(self) -> Mapping[Key, Tensor]:
@@ -243,20 +243,20 @@ class RoundingCheck:
         #     ranks           gradient 1 ------------------------------ optimiser --> weights --> gradient 2 -- ...
         #
         # The optimiser computes the same from the same gradient, so that weights are equal again before each step.
-        own: list[dict[str, Tensor]] = []
+        gradients: list[dict[str, Tensor]] = []
 
         def begin(process: ReferenceTraining) -> None:
             def take_gradients(*_: object) -> None:
-                own.append(process.gradients)
+                gradients.append(process.gradients)
                 for rank in reversed(self.ranks):
-                    for name, gradient in rank.gradients[len(own) - 1].items():
+                    for name, gradient in rank.gradients[len(gradients) - 1].items():
                         process.weights[name].grad.copy_(gradient)  # type: ignore[union-attr]
 
             if process.optimiser is not None:
                 process.optimiser.register_step_pre_hook(take_gradients)
 
         record = self.run(begin, nullcontext(), lambda batch: batch)
-        return _collect_quantities(replace(record, gradients=tuple(own)), self.start)
+        return _collect_quantities(replace(record, gradients=tuple(gradients)), self.start)
 
     def _is_followed(self, key: Key, off: Tensor) -> bool:
         least = EXACT * _compute_norm(self.followed[key])
@@ -294,7 +294,7 @@ class RoundingCheck:
         Nor does one count that is both a billionth of the step's largest and too small to change the weight's digits.
         """
         gradients = {
-            step: tensor for (what, step, own), tensor in self.oracle.items() if (what, own) == ("gradient", name)
+            step: tensor for (what, step, weight), tensor in self.oracle.items() if (what, weight) == ("gradient", name)
         }
         noise = self.noise.get(name, torch.zeros((), dtype=torch.bool))
         # Where a gradient vanishes, a step may be less than half of the last digit of its weight: none learns there.
@@ -306,7 +306,7 @@ class RoundingCheck:
             return bool(((gradient != 0) & ~noise & ~lost).any())
 
         # An optimiser may have removed the gradient, which was not 0, before it was recorded.
-        return not gradients or any(is_real(*each) for each in gradients.items())
+        return not gradients or any(is_real(*pair) for pair in gradients.items())
 
     def is_noise(self, key: Key) -> bool:
         """Return whether `key` is a gradient that is zero in theory in all elements, or the change of its weight."""
@@ -318,18 +318,18 @@ class RoundingCheck:
         is_right: Callable[[Key, Tensor], bool],
         reference: Mapping[Key, Tensor] | None = None,
     ) -> dict[Key, TensorDifference]:
-        wanted, found = reference or self.oracle, dict[Key, TensorDifference]()
+        wanted, differences = reference or self.oracle, dict[Key, TensorDifference]()
         for record in records:
             for key, mine in record.items():
-                if key not in found and not is_right(key, mine - wanted[key]):
-                    own = _compute_norm(wanted[key])
+                if key not in differences and not is_right(key, mine - wanted[key]):
+                    norm = _compute_norm(wanted[key])
                     # A tensor that is exactly zero has no size: all tensors of its kind in that step lend theirs.
-                    size = own or self._sizes[key[:2]] or 1.0
+                    size = norm or self._sizes[key[:2]] or 1.0
                     usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
-                    found[key] = TensorDifference(
-                        key, _compute_norm(mine - wanted[key]) / size, usual / size, own == 0, reference is not None
+                    differences[key] = TensorDifference(
+                        key, _compute_norm(mine - wanted[key]) / size, usual / size, norm == 0, reference is not None
                     )
-        return found
+        return differences
 
     def _is_exact(self, key: Key, off: Tensor) -> bool:
         return _compute_norm(off) <= max(
@@ -356,23 +356,23 @@ class RoundingCheck:
         #     real    |off| <= 64 x the effect of an ulp's change, and a millionth of the tensor at most
         #     noise   |off| <= 64 x the size that noise has in any run: its sign is a matter of chance, and an optimiser
         #             such as Adam moves the weight by a full step in either direction
-        own, spread = (
+        norm, spread = (
             _compute_norm(self._select_real(key, self.oracle[key])),
-            max(_compute_norm(self._select_real(key, each)) for each in usual),
+            max(_compute_norm(self._select_real(key, effect)) for effect in usual),
         )
         # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor's size is allowed.
         # A tensor that is itself rounding (a running mean that is zero in theory) has no size to compare with.
         least = self._compute_floor(key)
-        ulps = min(TIMES * spread, least if own <= least else max(_MOST, self._slack) * own)
+        ulps = min(TIMES * spread, least if norm <= least else max(_MOST, self._slack) * norm)
         stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
-        if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
+        if not _compute_norm(self._select_real(key, off)) <= max(EXACT * norm, ulps, may, stored):
             return False
         # The noise of a gradient is as large as the effect of an ulp's change on it, that of a weight as its move.
         if (mask := self._get_noise_mask(key)) is None:
             return True
         if key[0] == "gradient":
             return _compute_norm(off[mask]) <= max(
-                self._compute_floor(key), *(TIMES * _compute_norm(each[mask]) for each in usual)
+                self._compute_floor(key), *(TIMES * _compute_norm(effect[mask]) for effect in usual)
             )
         return _compute_norm(off[mask]) <= TIMES * max(
             _compute_norm(record[key][mask]) for record in (self.oracle, *others)
@@ -431,12 +431,12 @@ def _compute_norm(tensor: Tensor) -> float:
 
 def find_lowest_precision(graph: ModelGraph) -> tuple[float, str]:
     """Return the machine epsilon of a graph's least precise operator, and the operator's place in the user's model."""
-    found = [
+    precisions = [
         (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
         for node in graph.nodes
         if node.spec is not None and node.spec.dtype in ("float64", "float32", "float16", "bfloat16")
     ]
-    return max(found, key=lambda each: each[0], default=(DOUBLE, ""))
+    return max(precisions, key=lambda precision: precision[0], default=(DOUBLE, ""))
 
 
 def _nudge_images(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

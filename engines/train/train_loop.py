@@ -79,9 +79,9 @@ def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Reci
     _check_divides(images, recipe)
     # Each rank holds the weights of its stages already. An automatic balance could move layers between stages for
     # fewer images, so the stages of the full step are fixed as layer counts.
-    found, plan = find_layers(recipe.graph), recipe.plan
-    stages = cut_stages(found, plan)
-    counts = tuple(sum(layer.nodes.start in stage for layer in found) for stage in stages)
+    layers, plan = find_layers(recipe.graph), recipe.plan
+    stages = cut_stages(layers, plan)
+    counts = tuple(sum(layer.nodes.start in stage for layer in layers) for stage in stages)
     plan = replace(plan, balance=counts)
     try:
         graph = traces.with_batch(images // plan.batches).get_graph(plan)
@@ -127,8 +127,8 @@ class RankTrainLoop:
     ) -> None:
         self.world, self.training, self.images = world, training, specs["images"].shape[0]
         unit, sizes = compute_smallest_step(training.recipe.plan), training.sizes
-        own = ShardReader(training.cut, images, specs, find_ignored_label(training.graph))
-        self.feed = RankLoader(world, own, self.images, feeding, unit, sizes.__contains__)
+        reader = ShardReader(training.cut, images, specs, find_ignored_label(training.graph))
+        self.feed = RankLoader(world, reader, self.images, feeding, unit, sizes.__contains__)
         self.report: StepReport | None = None
 
     def step(self) -> RankStepStats | NotReady | None:
@@ -183,9 +183,9 @@ def collect_stats(
         if "labels" not in part:
             continue
         way = training.program.get_direction_program(number)
-        own = way.input_shards["labels"].axes
+        axes = way.input_shards["labels"].axes
         # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
-        if way.prediction is not None and (own or way.seeds_loss):
+        if way.prediction is not None and (axes or way.seeds_loss):
             scores = training.worker.peek(way.prediction, number).detach()
             counts += count_predictions(scores, part["labels"].to(scores.device), meaning)
     return training.report, RankStepStats(images, seconds, training.report.losses, counts)

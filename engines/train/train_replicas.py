@@ -33,13 +33,13 @@ def with_global_loss(graph: ModelGraph, plan: Plan) -> ModelGraph:
     # number (`scaled`): there it has the number of one replica.
     if plan.micro_batches == 1 or (graph.whole and not graph.whole.scaled):
         return graph
-    found = graph if graph.whole else with_whole_loss(graph, _raise_no_model, plan.micro_batches)
-    if found.whole is None or found.whole.unknown or graph.whole:
+    rewritten = graph if graph.whole else with_whole_loss(graph, _raise_no_model, plan.micro_batches)
+    if rewritten.whole is None or rewritten.whole.unknown or graph.whole:
         raise PlanError(
             "The replicas of this loss cannot be joined after it was traced for one of them: only cross-entropy and "
             "means of losses of each element can. Use Plan(data_parallel=...) in an ordinary training."
         )
-    return found
+    return rewritten
 
 
 def _raise_no_model() -> ModelGraph:
@@ -111,9 +111,11 @@ def replay(study: ReplicaStudy, model: nn.Module, loss: Loss, recipe: Recipe, fe
         raise PlanError(
             "A synchronous study needs no replay: train in one process (engines.train.oracle.train_reference)."
         )
-    own = with_gradients_only(recipe) if study.mode == "server" else recipe
+    variant = with_gradients_only(recipe) if study.mode == "server" else recipe
     replicas = [
-        ReferenceTraining(model, loss, own.optimiser, dtype, seed, count, own.rules, whole_loss=recipe.has_whole_loss)
+        ReferenceTraining(
+            model, loss, variant.optimiser, dtype, seed, count, variant.rules, whole_loss=recipe.has_whole_loss
+        )
         for seed in seeds
     ]
     ends = (
@@ -187,9 +189,9 @@ def _replay_peers(
             case "offer":
                 offers[deed.replica, deed.subject] = flatten_tensors(weights)
             case "answer":
-                own, offered = flatten_tensors(weights), offers.pop((deed.subject, deed.replica))
-                answers[deed.subject, deed.replica] = own, offered
-                add_half_difference(weights, offered, own)
+                answer, offered = flatten_tensors(weights), offers.pop((deed.subject, deed.replica))
+                answers[deed.subject, deed.replica] = answer, offered
+                add_half_difference(weights, offered, answer)
             case "close":
                 add_half_difference(weights, *answers.pop((deed.replica, deed.subject)))
     return [_copy_weights(weights) for weights in trained]

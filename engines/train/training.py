@@ -91,10 +91,10 @@ class RankTraining:
             self._make_micro_batch = partial(OffloadingMicroBatch, offloader=self.offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
         # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
-        found = self._make_setup(recipe, program, self.make_optimiser(), recipe.rules)
+        setup = self._make_setup(recipe, program, self.make_optimiser(), recipe.rules)
         self.images = count_step_images(recipe)
-        self.sizes = {self.images: found}
-        self.worker, self.counting = found.worker, found.counting
+        self.sizes = {self.images: setup}
+        self.worker, self.counting = setup.worker, setup.counting
         self.identity = uuid.uuid4().hex  # which checkpoints are this training's
         self.recent: deque[float] = deque(maxlen=5)  # past losses, to find out whether they grew
 
@@ -127,7 +127,7 @@ class RankTraining:
 
         These are all of its weights. Of weights that ranks share, each is updated by the first rank that has it.
         """
-        counted = {name for each in self.program.select_instructions(FiniteCheckAllReduce) for name in each.counted}
+        counted = {name for check in self.program.select_instructions(FiniteCheckAllReduce) for name in check.counted}
         return self.recipe.make_optimiser(
             {name: weight for name, weight in self.weights.items() if not self.shared or name in counted}
         )
@@ -152,12 +152,12 @@ class RankTraining:
 
     def use_size(self, images: int) -> None:
         """Switch to the program for steps of `images` images. Raises PlanError if the rank is not prepared for them."""
-        found = self._get_setup(images)
-        if found.worker is not self.worker:
+        setup = self._get_setup(images)
+        if setup.worker is not self.worker:
             self.worker.restart({})  # frees the micro-batches of the other size
-            found.worker.resume_from(self.worker)
-            self.graph, self.program = found.graph, found.worker.program
-            self.worker, self.counting = found.worker, found.counting
+            setup.worker.resume_from(self.worker)
+            self.graph, self.program = setup.graph, setup.worker.program
+            self.worker, self.counting = setup.worker, setup.counting
 
     def _get_setup(self, images: int) -> _StepSetup:
         if images not in self.sizes:
@@ -180,9 +180,9 @@ class RankTraining:
         """Run one instruction of the step that was started. Raises LossError if the loss is not finite."""
         self.worker.step()
         step = self.program.steps[self.worker.position - 1]
-        made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
+        outputs = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
         # Checked right after the instruction that computes the loss, so before any update: no weight has changed yet.
-        if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
+        if self.graph.loss in outputs and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
             cause = describe_causes({self.program.rank: self.find_causes(step.micro_batch)})
             raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 

@@ -61,8 +61,8 @@ class Counts:
         """
         first = 1 if len(self.true) == 2 else 0
         sums = zip(self.right[first:], self.predicted[first:], self.true[first:], strict=True)
-        each = [2 * right / (predicted + true) for right, predicted, true in sums if predicted + true]
-        return statistics.fmean(each) if each else None
+        coefficients = [2 * right / (predicted + true) for right, predicted, true in sums if predicted + true]
+        return statistics.fmean(coefficients) if coefficients else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ def _count(guess: Tensor, labels: Tensor, classes: int, of_pixels: bool) -> Coun
     judged = (truth >= 0) & (truth < classes)
     guess, truth = guess[judged], truth[judged]
     # Three histograms over the classes: right, predicted, true.
-    each = (guess[guess == truth], guess, truth)
-    found = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in each)
-    return Counts(*found, of_pixels)
+    samples = (guess[guess == truth], guess, truth)
+    histograms = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in samples)
+    return Counts(*histograms, of_pixels)
 
 
 # The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary.

@@ -55,7 +55,7 @@ def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
     if rounding.is_followed:
         far, agree = max(rounding.undetermined.values()), rounding.compute_followed_error()
         # Others go elsewhere, too, because they follow from these.
-        names = format_names(sorted(name for name, own in rounding.undetermined.items() if own > 0.1 * far))
+        names = format_names(sorted(name for name, move in rounding.undetermined.items() if move > 0.1 * far))
         sentence = (
             f"The optimiser's update of {names} is not determined by the gradient to more than {far:.1e} of its size: "
             "so far does it differ in one process whose weights and images change by an ulp. Ranks are therefore "
@@ -153,7 +153,7 @@ class VerifyResult(FactTable, dict[str, Any]):
     def facts(self) -> dict[str, object]:
         def format_value(value: object) -> object:
             if isinstance(value, Mapping):
-                return ", ".join(f"{name} {format_value(each)}" for name, each in value.items())
+                return ", ".join(f"{name} {format_value(fact)}" for name, fact in value.items())
             return f"{value:.1e}" if type(value) is float else value
 
         return {name: value if name == "seconds" else format_value(value) for name, value in self.items()}
@@ -192,7 +192,7 @@ def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> Tra
                     warnings.simplefilter("always")
                     with suppress(Exception):
                         run()
-                line = next(filter(None, (find_user_line(str(each.message), _OURS) for each in caught)), "")
+                line = next(filter(None, (find_user_line(str(warning.message), _OURS) for warning in caught)), "")
             remedy = (
                 " An operation in place, such as y.relu_() or y += 1, overwrites a value that a gradient needs. Ranks "
                 "run it out of place and train the model, but plain PyTorch cannot. Write y = y.relu()."
@@ -278,8 +278,8 @@ def _train_plain_model(
     recipe: Recipe, model: nn.Module, loss: Loss, dtype: torch.dtype, begin: Begin, batches: Any
 ) -> TrainingRecord:
     count, whole_model = recipe.plan.micro_batches, recipe.compares_whole
-    own = recipe.graph.whole is not None and recipe.graph.whole.unknown  # each micro-batch has a loss of its own
-    how = {"whole_model": whole_model, "whole_loss": recipe.has_whole_loss or (whole_model and not own)}
+    unknown = recipe.graph.whole is not None and recipe.graph.whole.unknown  # each micro-batch has a loss of its own
+    how = {"whole_model": whole_model, "whole_loss": recipe.has_whole_loss or (whole_model and not unknown)}
 
     def run() -> TrainingRecord:
         alone = ReferenceTraining(model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, **how)
@@ -346,15 +346,15 @@ def compare_records(
 
     precision = recipe.plan.precision
     oracle, best = _run_in_best_type(precision, lambda dtype: run_plain_model(dtype, copy_weights))
-    found = compare(oracle, records)
+    comparison = compare(oracle, records)
     # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
     alike = precision == str(best).removeprefix("torch.")
     eps, where = find_lowest_precision(recipe.graph) if alike else (DOUBLE, "")
     rounding = RoundingCheck(oracle, run_perturbed, eps, start, records)
-    line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
+    line = {"ok": comparison.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(comparison)}
     line["dtype"], why = precision, []
     if alike:
-        complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
+        complete = math.isfinite(comparison.loss_rel) and math.isfinite(comparison.grad_rel)
         far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
         if far:
@@ -367,7 +367,7 @@ def compare_records(
         # A lower precision has no bound that fits all models: one process in that precision is the yardstick.
         same = run_plain_model(getattr(torch, precision))
         usual = compare(oracle, [same.restrict_to(record) for record in records])
-        line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
+        line |= {"ok": line["ok"] or comparison.is_within(TIMES, usual), "one_process": asdict(usual)}
     if still := rounding.find_unmoved():
         why.insert(
             0 if line["ok"] else len(why),
