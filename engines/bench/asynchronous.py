@@ -27,8 +27,8 @@ def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
         return [Asynchrony(mode=mode, **chosen)]
     only = {"max_staleness": "server", "staleness_aware": "server", "average_every": "peers"}
     return [
-        Asynchrony(mode=each, **{name: value for name, value in chosen.items() if only.get(name, each) == each})
-        for each in MODES
+        Asynchrony(mode=kind, **{name: value for name, value in chosen.items() if only.get(name, kind) == kind})
+        for kind in MODES
     ]
 
 
@@ -47,11 +47,11 @@ def make_crops_feed(recipe: Recipe, count: int = 512) -> Feed:
         raise PlanError(f"The crops of this study are square, not {height} x {width} pixels. Use one --image-size.")
     crops = StainCrops(immunohistochemistry(), height, max(count, batch))
     # Cut once: a study measures waiting and staleness, which reading images in each step would blur.
-    found = list(crops.iterate_batches(batch))
+    batches = list(crops.iterate_batches(batch))
     dtype = getattr(torch, images.dtype)
 
     def get_batch(number: int) -> Mapping[str, Tensor]:
-        pixels, labels = found[number % len(found)]
+        pixels, labels = batches[number % len(batches)]
         return {"images": pixels.to(dtype), "labels": labels}
 
     return get_batch

@@ -41,10 +41,10 @@ def list_sizes(max_bytes: int) -> list[int]:
     >>> list_sizes(100)
     [4, 16, 64]
     """
-    found = [_FLOAT_BYTES]
-    while found[-1] * 4 <= max_bytes:
-        found.append(found[-1] * 4)
-    return found
+    sizes = [_FLOAT_BYTES]
+    while sizes[-1] * 4 <= max_bytes:
+        sizes.append(sizes[-1] * 4)
+    return sizes
 
 
 def make_allreduce_parser() -> argparse.ArgumentParser:
@@ -83,7 +83,9 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
             ranks = world.all_gather(time_shuffled(world, works, iterations, _WARMUP, cpu))
             # The maximum of the ranks in each iteration, and only then the median: medians of ranks would hide a
             # straggler that is another rank each time.
-            slowest = {name: [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in sums}
+            slowest = {
+                name: [max(seconds) for seconds in zip(*(rank[name] for rank in ranks), strict=True)] for name in sums
+            }
             medians = {name: round(statistics.median(seconds) * 1e3, 4) for name, seconds in slowest.items()}
             yield {
                 "bytes": tensor_bytes,
@@ -193,7 +195,7 @@ def bench_overlap(
         else RankTraining(world, recipe, overlap=overlap)
         for overlap in (False, True)
     ]
-    own = both[0].cut(make_batches(recipe, seed, steps=1)[0])
+    inputs = both[0].cut(make_batches(recipe, seed, steps=1)[0])
     sums: list[list[float]] = [[], []]
 
     def record_traffic(number: int) -> None:
@@ -208,7 +210,7 @@ def bench_overlap(
         # measurement.
         sums[number].append(statistics.mean(world.all_gather(seconds)))
 
-    steps = time_interleaved(world, both, own, iterations + 1, record_traffic)
+    steps = time_interleaved(world, both, inputs, iterations + 1, record_traffic)
     blocking, exposed = (statistics.median(seconds[1:]) for seconds in sums)
     line = {
         "blocking_s": round(blocking, 5),
@@ -223,8 +225,8 @@ def bench_overlap(
         items = list(program.select_instructions(SumGradients))
         return {**line, "buckets": len({item.name for item in items}), "bytes": sum(item.bytes for item in items) // 2}
     sent = count_traffic(program).get("halo", Traffic(0, 0))
-    found = [item.get_effects(Phase.FORWARD).messages for item in program.forward if item.kind == "halo"]
-    begun = [messages for messages in found if messages.posts]
+    exchanges = [item.get_effects(Phase.FORWARD).messages for item in program.forward if item.kind == "halo"]
+    begun = [messages for messages in exchanges if messages.posts]
     whole = sum(messages.waits for messages in begun)
     return {**line, "messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}
 

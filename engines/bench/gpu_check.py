@@ -125,7 +125,7 @@ def measure_link_speeds(device: torch.device) -> dict[str, object]:
     """Return the bytes per second between a device and pinned host memory, both ways: the bound of staged halos."""
     there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=has_own_memory(device))
-    found: dict[str, object] = {}
+    speeds: dict[str, object] = {}
     for name, into, of in (("to_host_bytes_per_s", here, there), ("to_device_bytes_per_s", there, here)):
         seconds = []
         for _ in range(LINK_TIMES):
@@ -133,8 +133,8 @@ def measure_link_speeds(device: torch.device) -> dict[str, object]:
             into.copy_(of, non_blocking=True)
             wait_for_device(device)
             seconds.append(time.perf_counter() - start_s)
-        found[name] = LINK_BYTES / statistics.median(seconds)
-    return found
+        speeds[name] = LINK_BYTES / statistics.median(seconds)
+    return speeds
 
 
 def _run_command(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, object]:

@@ -287,16 +287,16 @@ def bench_halo(
     checked = {"valid": is_valid_exchange(world, runner)} if validate else {}
     works = _make_works(runner, ManualExchange(world, exchange, runner.device), convolution if with_compute else None)
     times = time_shuffled(world, works, iterations, warmup, runner.device)
-    found = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
-    ranks, sent, messages = zip(*found, strict=True)
+    gathered = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
+    ranks, sent, messages = zip(*gathered, strict=True)
     ways: dict[str, dict[str, object]] = {}
     for way in ("forward", "backward"):  # each list in rank order
         names = [name.partition(".")[2] for name in works if name.startswith(way)]
-        ms = {name: [round(statistics.median(own[f"{way}.{name}"]) * 1e3, 4) for own in ranks] for name in names}
+        ms = {name: [round(statistics.median(rank[f"{way}.{name}"]) * 1e3, 4) for rank in ranks] for name in names}
         total = {name: sum(ms[name]) for name in names}
         ways[way] = {
             **ms,
-            "spread": [compute_quartile_spread(own[f"{way}.ms"]) for own in ranks],
+            "spread": [compute_quartile_spread(rank[f"{way}.ms"]) for rank in ranks],
             "ratio": round(total["ms"] / total["by_hand_ms"], 3),
             "ratio_messages_only": round(total["ms"] / total["messages_ms"], 3),
         }
@@ -346,11 +346,11 @@ def _make_works(
     if convolution is None:
         return works
     window = {runner.exchange.target: run_forward(runner, pixels).requires_grad_()}
-    made: list[Tensor] = []
+    activations: list[Tensor] = []
 
     def prepare_conv_forward() -> Callable[[], object]:
-        made.clear()
-        return lambda: made.extend(convolution(window, seed=0))
+        activations.clear()
+        return lambda: activations.extend(convolution(window, seed=0))
 
     def prepare_conv_backward() -> Callable[[], object]:
         outputs = convolution(window, seed=0)

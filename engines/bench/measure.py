@@ -189,11 +189,11 @@ def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object
 def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
     cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
     # Copies of this rank's parts: views would keep the whole batches alive, and count them as the rank's memory.
-    own = {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
+    inputs = {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
     del cut
 
     def begin() -> Callable[[], object]:
-        return partial(RankTraining(world, recipe).step, own)
+        return partial(RankTraining(world, recipe).step, inputs)
 
     return measure_steps(choose_device(recipe.device, world.rank), begin, STEPS)[0]
 

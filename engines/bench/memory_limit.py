@@ -128,14 +128,14 @@ def bench_largest(world: World, arguments: Sequence[str]) -> dict[str, object]:
             seen[size_px] = {"failure": f"the process was ended by {Signals(-error.code).name}"}
         return "failure" not in seen[size_px]
 
-    found, beyond = search_largest(can_train, first, chosen.step_px, chosen.most_px)
-    if not found:
+    largest, beyond = search_largest(can_train, first, chosen.step_px, chosen.most_px)
+    if not largest:
         raise PlanError(
             f"Not even {beyond} x {beyond} px train in this way within {chosen.memory_mb} MB "
             f"({seen[beyond]['failure']}). Use more memory (--memory-mb), or a smaller step (--step-px)."
         )
-    line = {"way": chosen.way, "memory_bytes": chosen.memory_mb * _MIB, "largest_px": found, **seen[found]}
-    line["s_per_megapixel"] = round(1e6 * seen[found]["step_s"] / (chosen.batch_size * found**2), 6)
+    line = {"way": chosen.way, "memory_bytes": chosen.memory_mb * _MIB, "largest_px": largest, **seen[largest]}
+    line["s_per_megapixel"] = round(1e6 * seen[largest]["step_s"] / (chosen.batch_size * largest**2), 6)
     return {**line, "next_px": beyond, "next_failure": seen[beyond]["failure"]}
 
 
@@ -230,7 +230,7 @@ def make_ranks_in_turn(
         while not training.worker.done:
             training.advance()
 
-    return trainings, lambda batch: scheduler.run([partial(train_rank, each, batch) for each in trainings])
+    return trainings, lambda batch: scheduler.run([partial(train_rank, training, batch) for training in trainings])
 
 
 def make_streaming_parser() -> ArgumentParser:
@@ -270,7 +270,7 @@ def bench_streaming(world: World, arguments: Sequence[str]) -> dict[str, object]
         }
         tensors = [load_file(path) for path in ways.values()]
     # All gradients as one vector each, in one order of names.
-    ours, theirs = (torch.cat([each[name].double().flatten() for name in sorted(tensors[0])]) for each in tensors)
+    ours, theirs = (torch.cat([grads[name].double().flatten() for name in sorted(tensors[0])]) for grads in tensors)
     return {
         "memory_bytes": chosen.memory_mb * _MIB,
         "peak_bytes": lines["streamed"]["peak_bytes"],
@@ -313,7 +313,7 @@ def train_one_way(arguments: Sequence[str]) -> None:
         except (RuntimeError, MemoryError) as error:
             sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
         stored["stored_bytes"] = sum(training.offloader.store.end_bytes for training in trainings)
-        gradients = dict(ChainMap(*(to_plain_names(each.copy_tensors()["gradients"]) for each in trainings)))
+        gradients = dict(ChainMap(*(to_plain_names(training.copy_tensors()["gradients"]) for training in trainings)))
     save_file({name: grad.contiguous() for name, grad in gradients.items()}, path)
-    found = {"peak_bytes": peak, "step_s": statistics.median(seconds[1:]), "spread": compute_spread(seconds[1:])}
-    print(json.dumps(found | stored), flush=True)
+    line = {"peak_bytes": peak, "step_s": statistics.median(seconds[1:]), "spread": compute_spread(seconds[1:])}
+    print(json.dumps(line | stored), flush=True)

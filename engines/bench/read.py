@@ -40,7 +40,7 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     """
     if halo_px < 0:
         raise PlanError(f"halo_px={halo_px}: a halo has 0 pixels or more.")
-    found: list[object] = []
+    measured: list[object] = []
 
     def compute_box() -> Box:
         (grid,) = Plan(split_size=1, spatial_size=1, num_spatial_parts=world.size, slice_method=method).grids
@@ -51,11 +51,11 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     def read_box() -> None:
         start_s, picture = time.perf_counter(), open_image(path)
         pixels = picture.read(*box, level)
-        found.extend((time.perf_counter() - start_s, picture.bytes_read, _compute_digest(pixels)))
+        measured.extend((time.perf_counter() - start_s, picture.bytes_read, _compute_digest(pixels)))
 
     box = run_on_all(world, compute_box)
     peak = run_on_all(world, lambda: measure_host_peak_bytes(read_box))
-    results = world.all_gather((box, peak, *found))
+    results = world.all_gather((box, peak, *measured))
     boxes, peaks, seconds, read, digests = zip(*results, strict=True)
     # Digests travel instead of pixels: rank 0 cuts each rank's box out of its own read and compares sums.
     line = run_on_all(world, lambda: _read_in_one_process(path, level, boxes, digests) if world.rank == 0 else {})
@@ -64,7 +64,7 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     return line | {
         "ranks": world.size,
         "bytes_read": read,
-        "seconds": [round(each, 4) for each in seconds],
+        "seconds": [round(elapsed_s, 4) for elapsed_s in seconds],
         "peak_bytes": peaks,
         "largest_part_bytes": share,
         "ok": bool(line.get("same_pixels", True)) and kept,

@@ -33,15 +33,15 @@ PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")
 
 def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
     """Return the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
-    found, kinds = Counter[str](), {"all-reduce": "sums", "update": "update"}
+    seconds, kinds = Counter[str](), {"all-reduce": "sums", "update": "update"}
     for event in events:
         if event.kind == "compute":
             phase = "forward" if event.phase == Phase.FORWARD.value else "backward"
         else:
             phase = kinds.get(event.kind, "messages")
-        found[phase] += event.busy_s
-        found["waiting"] += event.wait_s
-    return found
+        seconds[phase] += event.busy_s
+        seconds["waiting"] += event.wait_s
+    return seconds
 
 
 _KERNELS = ("conv", "addmm", "aten::mm", "aten::bmm", "matmul")
@@ -73,12 +73,12 @@ def bench_step(
     """
     training = RankTraining(world, recipe)
     batch = make_batches(recipe, seed, steps=1)[0]
-    own = training.cut(batch)
+    inputs = training.cut(batch)
     alone = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe) if world.rank == 0 else None
     threads = count_cores()
     ranks_s, alone_s, spent = [], [], Counter[str]()
     for number in range(iterations + 1):
-        ranks_s.append(time_rank_step(world, training, own))
+        ranks_s.append(time_rank_step(world, training, inputs))
         spent += sum_by_phase(training.report.events if number else ())
         if in_turns:
             training.start({})  # release the tensors of the last step
@@ -140,8 +140,8 @@ def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> 
         RankTraining(world, replace(recipe, plan=replace(recipe.plan, compile_segments=compiles)))
         for compiles in (False, True)
     ]
-    own = both[0].cut(make_batches(recipe, seed, steps=1)[0])
-    plain, compiled = time_interleaved(world, both, own, iterations + 1)
+    inputs = both[0].cut(make_batches(recipe, seed, steps=1)[0])
+    plain, compiled = time_interleaved(world, both, inputs, iterations + 1)
     plain_s, compiled_s = (statistics.median(seconds[1:]) for seconds in (plain, compiled))
     return {
         "step_s": round(plain_s, 5),
@@ -168,9 +168,9 @@ def bench_overhead(times: int) -> dict[str, object]:
     `back_call_us`. `spread` is (largest - smallest) / median.
     """
     torch.set_num_threads(1)
-    found = [measure_overheads() for _ in range(times)]
-    medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(each[name] for each in found), 2) for name in found[0]}
-    return {**medians, "spread": compute_spread([each["instruction_s"] for each in found])}
+    runs = [measure_overheads() for _ in range(times)]
+    medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+    return {**medians, "spread": compute_spread([run["instruction_s"] for run in runs])}
 
 
 def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
@@ -220,23 +220,23 @@ def bench_throughput(
     training = RankTraining(world, recipe)
     device = "GPU" if has_own_memory(training.device) else "CPU"
     whole = make_batches(recipe, seed, steps=1)[0]
-    images, own = len(whole["images"]), training.cut(whole)
+    images, inputs = len(whole["images"]), training.cut(whole)
     print(f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", sep="\n", flush=True)
     print(f"Number of {device}s: {world.size}", "Running warmup...", sep="\n", flush=True)
     for _ in range(warmup):
-        training.step(own)
+        training.step(inputs)
     print("Running benchmark...", flush=True)
-    each = []
+    speeds = []
     for index in range(iterations):
         world.barrier()
         start_s = time.perf_counter()
         for _ in range(steps):
-            training.step(own)
+            training.step(inputs)
         wait_for_device(training.device)
         slowest_s = max(world.all_gather(time.perf_counter() - start_s))
-        each.append(images * steps / slowest_s / world.size)
-        print(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}", flush=True)
-    mean, around = statistics.fmean(each), 1.96 * statistics.pstdev(each)
+        speeds.append(images * steps / slowest_s / world.size)
+        print(f"Iter #{index}: {speeds[-1]:.1f} img/sec per {device}", flush=True)
+    mean, around = statistics.fmean(speeds), 1.96 * statistics.pstdev(speeds)
     print(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}", flush=True)
     total, around_total = mean * world.size, around * world.size
     print(f"Total img/sec on {world.size} {device}(s): {total:.1f} +-{around_total:.1f}", flush=True)
@@ -248,7 +248,7 @@ def bench_throughput(
         "images_per_s_each": round(mean, 4),
         "images_per_s_total": round(total, 4),
         "spread": round(around / mean, 4),
-        "iterations": [round(speed, 4) for speed in each],
+        "iterations": [round(speed, 4) for speed in speeds],
     }
 
 

@@ -157,10 +157,10 @@ class Calibration:
             yield
         seen = [run.gather_times() for run in runs]
         self._measure_slice()
-        spread_s = compute_spread([times for each in alone for times in (each.forward, each.backward)])
-        noise = Noise(statistics.median(self._spins), max(spread_s, *(each.spread for each in seen)))
-        found = fit_machine(replace(machine, noise=noise), self.rehearsal, seen) if world.rank == 0 else None
-        self.machine = world.all_gather(found)[0]
+        spread_s = compute_spread([times for kernel in alone for times in (kernel.forward, kernel.backward)])
+        noise = Noise(statistics.median(self._spins), max(spread_s, *(times.spread for times in seen)))
+        fitted = fit_machine(replace(machine, noise=noise), self.rehearsal, seen) if world.rank == 0 else None
+        self.machine = world.all_gather(fitted)[0]
         yield
 
     def _time_on_rank0(
@@ -184,39 +184,39 @@ class Calibration:
         """Return the seconds of a rank's time slice when others want its core, and record the share of others."""
         spin, slices = _measure_spin(self.world)
         self._spins.append(compute_foreign_share(self.world.all_gather(spin), count_cores()))
-        found = [length_s for own in self.world.all_gather(slices) for length_s in own]
-        return statistics.median(found) if len(found) > self.world.size else _SLICES_S
+        lengths_s = [length_s for rank_slices in self.world.all_gather(slices) for length_s in rank_slices]
+        return statistics.median(lengths_s) if len(lengths_s) > self.world.size else _SLICES_S
 
 
 def _run_on_rank0(world: World, work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0 between two barriers, in which all other ranks sleep."""
     world.barrier()
-    found = work() if world.rank == 0 else None
+    result = work() if world.rank == 0 else None
     world.barrier()
-    return found
+    return result
 
 
 def _measure_rank() -> dict[str, Any]:
     """Return the numbers that one rank measures alone, by the names of the machine's fields."""
-    found: dict[str, Any] = measure_overheads()
+    facts: dict[str, Any] = measure_overheads()
 
     count = 40
     weights = [nn.Parameter(torch.zeros(8)) for _ in range(count)]
     for weight in weights:
         weight.grad = torch.zeros(8)
-    found["weight_s"] = measure_median_seconds(torch.optim.SGD(weights, lr=0.1, momentum=0.9).step, 9) / count
+    facts["weight_s"] = measure_median_seconds(torch.optim.SGD(weights, lr=0.1, momentum=0.9).step, 9) / count
 
     count = 20
     buffers = {name: torch.zeros(8) for name in ("mean", "variance")}
     moments = torch.zeros(2, 2, 8, dtype=torch.float64)
     update = Update("update", (RunningStatistics("mean", "variance", "moments", 0.1, (4, 4)),) * count, {})
     run_update = partial(update_buffers, buffers, update, lambda _: [moments], make_loopback_worlds(1)[0])
-    found["statistic_s"] = measure_median_seconds(run_update, 5) / count
+    facts["statistic_s"] = measure_median_seconds(run_update, 5) / count
 
     # Messages are packed into new memory, of data that no cache holds: together the blocks exceed every cache.
     blocks = torch.rand(_BLOCKS, _LARGE_BYTES // 16)
     copied_s = measure_median_seconds(lambda: [block.clone() for block in blocks])
-    return found | {"copy_per_s": blocks.nbytes / copied_s, "cores": count_cores(), "memory_bytes": get_memory_bytes()}
+    return facts | {"copy_per_s": blocks.nbytes / copied_s, "cores": count_cores(), "memory_bytes": get_memory_bytes()}
 
 
 def measure_load(world: World) -> float:
@@ -264,7 +264,9 @@ def measure_overheads() -> dict[str, float]:
     for i in range(_SEGMENTS):
         op = LocalOp(f"v{i + 1}", "aten.mul.Tensor", (Ref(f"v{i}"), Ref("w")))
         segments.append(Compute(f"s{i}", (op,), (f"v{i}",), (f"v{i + 1}",), True))
-    steps = [Step(each, Phase.FORWARD) for each in segments] + [Step(each, Phase.BACKWARD) for each in segments[::-1]]
+    steps = [Step(segment, Phase.FORWARD) for segment in segments] + [
+        Step(segment, Phase.BACKWARD) for segment in segments[::-1]
+    ]
     last = f"v{_SEGMENTS}"
     way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(Tile(), ())}, last, last, True, frozenset({last}))
     program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
@@ -285,7 +287,7 @@ def _measure_messages(world: World) -> tuple[float, float]:
     # Both take the latency once, so that the difference is the time of the bytes alone.
     small = min(_measure_ring_seconds(world, 1 << 10, 1))
     large = statistics.median(_measure_ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2))
-    means = [sum(found) / world.size for found in zip(*world.all_gather((small, large)), strict=True)]
+    means = [sum(seconds) / world.size for seconds in zip(*world.all_gather((small, large)), strict=True)]
     return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 
 

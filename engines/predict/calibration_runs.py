@@ -99,7 +99,7 @@ class CalibrationRun:
 
     def run_steps(self, steps: int) -> None:
         """Run and record `steps` steps, after warm-up steps that refill the caches which other recipes have evicted."""
-        found = []
+        timings = []
         for _ in range(_WARM_UP + steps):
             self.world.barrier()  # a rank that is late would make the others wait, and their waiting part of the step
             start_s = time.perf_counter()
@@ -111,21 +111,21 @@ class CalibrationRun:
                 now_s = time.thread_time() - get_wait_cpu_s()
                 spent_s.append(now_s - before_s)
                 before_s = now_s
-            found.append((time.perf_counter() - start_s, spent_s))
-        found = found[_WARM_UP:]
-        self.steps += [step_s for step_s, _ in found]
-        self.spent += [spent_s for _, spent_s in found]
+            timings.append((time.perf_counter() - start_s, spent_s))
+        timings = timings[_WARM_UP:]
+        self.steps += [step_s for step_s, _ in timings]
+        self.spent += [spent_s for _, spent_s in timings]
         # The relative difference of two steps. Two draws from an exponential distribution differ, on average, by the
         # mean of the distribution: what `Machine.jitter` asks for.
-        for (_, one_s), (_, other_s) in pairwise(found):
+        for (_, one_s), (_, other_s) in pairwise(timings):
             difference_s = sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True))
             self.differences.append(min(1.0, difference_s / sum(other_s)))
 
     def gather_times(self) -> CalibrationTimes:
         """Return the times gathered from all ranks; collective."""
-        spent = tuple(statistics.median(each) for each in zip(*self.spent, strict=True))
-        own = statistics.median(self.steps), spent, statistics.median(self.differences), compute_spread([self.steps])
-        steps_s, spent_s, differences, spreads = zip(*self.world.all_gather(own), strict=True)
+        spent = tuple(statistics.median(seconds) for seconds in zip(*self.spent, strict=True))
+        times = statistics.median(self.steps), spent, statistics.median(self.differences), compute_spread([self.steps])
+        steps_s, spent_s, differences, spreads = zip(*self.world.all_gather(times), strict=True)
         return CalibrationTimes(
             max(steps_s), tuple(chain(*spent_s)), statistics.fmean(differences), statistics.fmean(spreads)
         )
@@ -139,7 +139,7 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     the run in stages gives the cost of a kernel of several threads beyond its parallel part. A single rank never waits,
     so its jitter is not fitted.
     """
-    tiled, few, turns = [RunComparison(*act, each) for act, each in zip(rehearsal, seen, strict=True)]
+    tiled, few, turns = [RunComparison(*act, times) for act, times in zip(rehearsal, seen, strict=True)]
     # The order of the fits matters: each parameter explains what those fitted before it leave unexplained.
     bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     over = tiled.compute_overheads_s(bare)
@@ -148,8 +148,8 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     machine = replace(bare, **over)
     machine = replace(machine, cold_copies=tiled.fit_cold_copies(machine))
     # `update_s` is what the costs of weights and running statistics leave unexplained.
-    taken_s = sum(each.get_measured_s("update") for each in (tiled, few))
-    known_s = sum(each.estimate_total_s(machine, "update") for each in (tiled, few))
+    taken_s = sum(run.get_measured_s("update") for run in (tiled, few))
+    known_s = sum(run.estimate_total_s(machine, "update") for run in (tiled, few))
     updates = len(tiled.programs) + len(few.programs)
     machine = replace(machine, update_s=max(0.0, (taken_s - known_s) / updates))
     # Only ranks that wait for each other show these: the slowest counts, and without a free core a wait ends late.
@@ -179,7 +179,7 @@ class RunComparison:
         prices, slow = CostModel(machine), partial(machine.compute_slowdown, len(self.programs))
         return np.array(
             [
-                sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, ComputeWork))
+                sum(action.seconds * slow(action.crowded) for action in step if isinstance(action, ComputeWork))
                 for rank in zip(self.programs, self.tallies, strict=True)
                 for step in build_step_actions(*rank, prices, 1, recompute=False)
             ]

@@ -124,7 +124,7 @@ class RunQueue:
     def advance_to(self, now: float) -> Sequence[int]:
         """Advance the time to `now` and return the ranks whose work is done."""
         self._advance(now)
-        found = []
+        ranks = []
         for core in self.cores:
             task = core.running
             if task is None or core.turn_s > self._nothing_s:
@@ -139,8 +139,8 @@ class RunQueue:
             core.ended = task
             self._left[task.rank] -= 1
             if not self._left[task.rank]:
-                found.append(task.rank)
-        return found
+                ranks.append(task.rank)
+        return ranks
 
     def _choose_core(self, known: _SharedCore | None, used: Sequence[_SharedCore]) -> _SharedCore:
         """Return the core for a thread: the `known` core, unless that is in use and another core is free."""
@@ -160,7 +160,7 @@ class RunQueue:
         """Start the oldest task of the longest queue if the core is idle; return when it can later, or infinity."""
         if core.running:
             return math.inf
-        other = max(self.cores, key=lambda each: len(each.queue))
+        other = max(self.cores, key=lambda candidate: len(candidate.queue))
         if not other.queue:
             return math.inf
         if core.looks_until_s > self._now + self._nothing_s:
@@ -219,10 +219,10 @@ class DedicatedCores:
         return self._ends[0][0] if self._ends else math.inf
 
     def advance_to(self, now: float) -> Sequence[int]:
-        found = []
+        ranks = []
         while self._ends and self._ends[0][0] <= now:
-            found.append(heapq.heappop(self._ends)[1])
-        return found
+            ranks.append(heapq.heappop(self._ends)[1])
+        return ranks
 
 
 class SharedCores:
@@ -233,7 +233,7 @@ class SharedCores:
         shared: dict[int, dict[int, int]] = defaultdict(dict)
         for rank, count in threads.items():
             shared[machine.get_node(rank)][rank] = count
-        self._hosts = {node: RunQueue(machine, own) for node, own in shared.items()}
+        self._hosts = {node: RunQueue(machine, counts) for node, counts in shared.items()}
 
     def start(self, rank: int, work: ComputeWork, now: float) -> None:
         self._hosts[self.machine.get_node(rank)].start(rank, work, now)

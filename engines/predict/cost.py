@@ -262,8 +262,8 @@ class _ActionBuilder:
                     yield ComputeWork(offloaded_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
                 else:  # without a device, backward reads them in place: only forward copies
                     yield self._estimate_copy(offloaded_bytes if step.phase is Phase.FORWARD else 0)
-        for each in effects.inner:  # whose own computation is negligible beside a convolution
-            yield from self._build_actions(step, each, waited=False)
+        for inner in effects.inner:  # whose own computation is negligible beside a convolution
+            yield from self._build_actions(step, inner, waited=False)
         if effects.messages:
             yield from self._build_messages(effects, effects.messages, step)
         if effects.updates is not None:
@@ -301,13 +301,13 @@ class _ActionBuilder:
             yield self._estimate_copy(messages.packed)
             # All sends are posted before the first wait; otherwise two ranks that exchange halos would wait for each
             # other.
-            for each in messages.sends:
-                yield PostSend(make_route(self.sent, rank, each.peer), each.bytes)
+            for message in messages.sends:
+                yield PostSend(make_route(self.sent, rank, message.peer), message.bytes)
         if messages.waits:
-            for each in messages.receives:
-                route = make_route(self.awaited, each.peer, rank)
+            for message in messages.receives:
+                route = make_route(self.awaited, message.peer, rank)
                 yield WaitMessage(route)
-                yield CopyMessage(route, each.bytes)
+                yield CopyMessage(route, message.bytes)
             # The rank's own pixels are not copied where they are in place: they were computed inside the window, or are
             # gradients that may stay in that of the window, since no other reader adds to them.
             if step.phase is Phase.FORWARD:

@@ -112,10 +112,10 @@ class Verdict(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        found = {} if self.best is None else {"plan": self.best.plan.summary}
-        fits = {"fits": "yes" if self.fits else "no", "relative speed": format_percent(self.share)} if found else {}
+        plan = {} if self.best is None else {"plan": self.best.plan.summary}
+        fits = {"fits": "yes" if self.fits else "no", "relative speed": format_percent(self.share)} if plan else {}
         why = {"reason": self.reason} if self.reason else {}
-        return {"kind": WORDS[self.kind], **found, **fits, "plans considered": self.looked_at, **why}
+        return {"kind": WORDS[self.kind], **plan, **fits, "plans considered": self.looked_at, **why}
 
     @property
     def plan(self) -> Plan | None:
@@ -151,13 +151,15 @@ class Explanation:
     @property
     def best(self) -> Verdict | None:
         """The verdict of the best kind that fits, or None."""
-        return max((each for each in self.verdicts if each.fits), key=lambda each: each.share, default=None)
+        return max(
+            (verdict for verdict in self.verdicts if verdict.fits), key=lambda verdict: verdict.share, default=None
+        )
 
     def get_verdict(self, kind: str) -> Verdict | None:
         """Return the verdict of a kind, or None if no plan of it was considered. Raises PlanError for other names."""
         if kind not in KINDS:
             raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
-        return next((each for each in self.verdicts if each.kind == kind), None)
+        return next((verdict for verdict in self.verdicts if verdict.kind == kind), None)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -167,10 +169,10 @@ class Explanation:
         """
         chosen = self.best
         others = sorted(
-            (each for each in self.verdicts if each is not chosen),
-            key=lambda each: (each.plan is None, not each.fits, -each.share),
+            (verdict for verdict in self.verdicts if verdict is not chosen),
+            key=lambda verdict: (verdict.plan is None, not verdict.fits, -verdict.share),
         )
-        sentences = [self._describe_other(each) for each in others]
+        sentences = [self._describe_other(verdict) for verdict in others]
         if chosen and chosen.best:
             best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
             plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
@@ -195,14 +197,14 @@ class Explanation:
         return f'<ul style="max-width: 60em; line-height: 1.4; margin: 0.3em 0">{items}</ul>'
 
     def _describe_other(self, verdict: Verdict) -> str:
-        found = verdict.best
-        if found is None:
+        best = verdict.best
+        if best is None:
             return f"{verdict.title} cannot run: {verdict.reason}"
-        plan = f" ({describe_plan(found.plan)})"
+        plan = f" ({describe_plan(best.plan)})"
         if not verdict.fits:
             least = "it needs" if verdict.looked_at == 1 else f"the least of {verdict.looked_at} plans{plan} needs"
-            return f"{verdict.title} does not fit: {least} {self._format_memory(found)}."
-        share, numbers = format_percent(verdict.share), self._format_numbers(found)
+            return f"{verdict.title} does not fit: {least} {self._format_memory(best)}."
+        share, numbers = format_percent(verdict.share), self._format_numbers(best)
         if self.by == "memory":
             return f"{verdict.title}{plan} needs {format_number(1 / verdict.share)} times as much: {numbers}."
         return f"{verdict.title}{plan} reaches {share} of that: {numbers}."
@@ -237,27 +239,27 @@ def explain(
     """
 
     def select_fitting(found: Iterable[Forecast]) -> list[Forecast]:
-        return [each for each in found if rank_bytes is None or each.peak_bytes <= rank_bytes]
+        return [forecast for forecast in found if rank_bytes is None or forecast.peak_bytes <= rank_bytes]
 
     def find_best(found: Iterable[Forecast]) -> Forecast | None:
-        return min(found, key=lambda each: each.get_sort_key(by, neutral_batch), default=None)
+        return min(found, key=lambda forecast: forecast.get_sort_key(by, neutral_batch), default=None)
 
     best_of_all = find_best(select_fitting(forecasts))
 
     def compute_share(found: Forecast) -> float:
-        mine, best = (each.get_sort_key(by, neutral_batch)[0] for each in (found, best_of_all or found))
+        mine, best = (forecast.get_sort_key(by, neutral_batch)[0] for forecast in (found, best_of_all or found))
         return best / mine if by == "memory" else mine / best
 
     verdicts = []
     for kind in KINDS:
-        found = [each for each in forecasts if classify_plan(each.plan) == kind]
+        candidates = [forecast for forecast in forecasts if classify_plan(forecast.plan) == kind]
         reasons = [reason for plan, reason in refused if classify_plan(plan) == kind]
-        count = len(found) + len(reasons)
-        if best := find_best(select_fitting(found)):
+        count = len(candidates) + len(reasons)
+        if best := find_best(select_fitting(candidates)):
             verdicts.append(Verdict(kind, count, best, True, compute_share(best)))
-        elif found:
-            verdicts.append(Verdict(kind, count, min(found, key=lambda each: each.peak_bytes)))
+        elif candidates:
+            verdicts.append(Verdict(kind, count, min(candidates, key=lambda forecast: forecast.peak_bytes)))
         elif reasons:
             verdicts.append(Verdict(kind, count, reason=reasons[0]))
-    plans = [*(each.plan for each in forecasts), *(plan for plan, _ in refused)]
+    plans = [*(forecast.plan for forecast in forecasts), *(plan for plan, _ in refused)]
     return Explanation(plans[0].ranks if plans else 0, tuple(verdicts), rank_bytes, neutral_batch, by=by)

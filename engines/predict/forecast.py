@@ -149,9 +149,9 @@ def forecast_programs(
     threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
     recompute, offload = plan.checkpoint_activations, plan.offload_activations
     timeline = simulate(programs, tallies, prices, threads, recompute, copies, offload)
-    found = (replace(each, rank=each.rank + copy * len(memory)) for copy in range(copies) for each in memory)
+    peaks = (replace(peak, rank=peak.rank + copy * len(memory)) for copy in range(copies) for peak in memory)
     images = plan.micro_batches * graph.inputs["images"].shape[0]
-    return Forecast(plan, timeline, tuple(found), images, find_other_precision(machine, plan.precision))
+    return Forecast(plan, timeline, tuple(peaks), images, find_other_precision(machine, plan.precision))
 
 
 def count_copies(plan: Plan, machine: Machine) -> int:
@@ -231,9 +231,9 @@ def with_time(loads: Sequence[RankLoad], found: Forecast) -> list[RankLoad]:
     def round_seconds(seconds: float) -> float:
         return float(f"{seconds:.2g}")
 
-    made = []
+    timed = []
     for rank, load in enumerate(loads):
         use = uses[rank % len(uses)]  # whole replicas are simulated, and the others do the same
         busy = (use.work + use.communication) * seconds
-        made.append(replace(load, busy_s=round_seconds(busy), wait_s=round_seconds(max(0.0, seconds - busy))))
-    return made
+        timed.append(replace(load, busy_s=round_seconds(busy), wait_s=round_seconds(max(0.0, seconds - busy))))
+    return timed

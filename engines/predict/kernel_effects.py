@@ -136,9 +136,9 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
     # autograd saves may be an argument, a result, or memory of its own.
     # Reversed, so that the first of several tensors with the same storage wins.
     places = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
-    own = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
+    result_places = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
     kept = {get_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-    made = tuple(
+    outputs = tuple(
         KernelOutput(
             LocalTensor.describe(tensor), tensor.untyped_storage().nbytes(), places.get(get_storage_id(tensor))
         )
@@ -146,11 +146,13 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
     )
     passes, back_bytes = _infer_backward(results, tensors)
     return KernelEffect(
-        made,
+        outputs,
         several,
         saves=frozenset(places[memory] for memory in kept if memory in places),
-        saves_made=frozenset(own[memory] for memory in kept if memory in own and memory not in places),
-        saves_bytes=sum(size for memory, size in kept.items() if memory not in places and memory not in own),
+        saves_made=frozenset(
+            result_places[memory] for memory in kept if memory in result_places and memory not in places
+        ),
+        saves_bytes=sum(size for memory, size in kept.items() if memory not in places and memory not in result_places),
         passes=passes,
         back_bytes=back_bytes,
         flops=count.total,
@@ -168,11 +170,11 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     given = [torch.empty_like(root) for root in roots]
     try:
         with torch.inference_mode(False), LiveBytes() as live, _MetaKernelMode():
-            found = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
+            grads = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
     except (NotImplementedError, RuntimeError):
         return frozenset(), 0  # each gradient then counts as memory of its own
     shared = {get_storage_id(grad) for grad in given}
-    pairs = list(zip(leaves, found, strict=True))
+    pairs = list(zip(leaves, grads, strict=True))
     passes = frozenset(index for index, grad in pairs if grad is None or get_storage_id(grad) in shared)
     kept = {get_storage_id(grad): grad.untyped_storage().nbytes() for index, grad in pairs if index not in passes}
     return passes, max(0, live.peak - sum(kept.values()))
@@ -219,10 +221,10 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
         given = {get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
-        for item in tree_leaves(made):
+        for item in tree_leaves(outputs):
             if not isinstance(item, Tensor):
                 continue
             storage, place = item.untyped_storage(), get_storage_id(item)
@@ -233,7 +235,7 @@ class LiveBytes(TorchDispatchMode):
                 self.now += size
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._release, place, size)
-        return made
+        return outputs
 
     def _release(self, place: int, size: int) -> None:
         # The address may be used again by a later storage: it must be unknown by then.

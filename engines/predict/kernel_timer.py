@@ -108,13 +108,13 @@ def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) ->
     Convolutions of several images are included only up to `most_operations`.
     """
     calls = [call for size in sizes for call in _make_size_calls(size)]
-    for each in _CONVOLUTIONS:
-        if each.images == 1 or each.operations <= most_operations:
-            x = _make_values(each.images, each.read, each.side_px, each.side_px)
-            weight = _make_values(each.made, each.read // each.groups, each.kernel_px, each.kernel_px)
-            bias = torch.zeros(each.made, requires_grad=True) if each.bias else None
-            pad = each.kernel_px // 2
-            calls.append(("aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], each.groups)))
+    for spec in _CONVOLUTIONS:
+        if spec.images == 1 or spec.operations <= most_operations:
+            x = _make_values(spec.images, spec.read, spec.side_px, spec.side_px)
+            weight = _make_values(spec.made, spec.read // spec.groups, spec.kernel_px, spec.kernel_px)
+            bias = torch.zeros(spec.made, requires_grad=True) if spec.bias else None
+            pad = spec.kernel_px // 2
+            calls.append(("aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], spec.groups)))
     return calls
 
 
@@ -207,9 +207,9 @@ class KernelTimer:
             _report_working()
             leaves[0].detach().sum()  # the input was just written by the layer before, so that it is in the cache
             start_s = self._clock()
-            made = get_kernel(name)(*arguments)
+            outputs = get_kernel(name)(*arguments)
             timed.forward.append(self._clock() - start_s)
-            layers.append((name, timed, leaves, made[0] if isinstance(made, tuple) else made))
+            layers.append((name, timed, leaves, outputs[0] if isinstance(outputs, tuple) else outputs))
         layers.reverse()
         # The graphs are kept for the parts that follow, and freed with `layers` at the end of the round.
         for _, timed, leaves, result in layers:
@@ -227,8 +227,8 @@ class KernelTimer:
         # The gradient was just written by the next layer, so that it is in the cache.
         grad = torch.ones_like(result)
         start_s = self._clock()
-        found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
-        for part in found:
+        grads = torch.autograd.grad(result, leaves, grad, retain_graph=True)
+        for part in grads:
             if part.untyped_storage().nbytes() > part.nbytes:
                 part.clone()  # as the next reader of the gradient has to
         return self._clock() - start_s
@@ -258,26 +258,26 @@ def compute_speeds(
     at once. If there are fewer ranks than cores, the slowdown is extrapolated to all cores: each neighbour counts the
     same.
     """
-    found: dict[str, list[Speed]] = defaultdict(list)
+    speeds: dict[str, list[Speed]] = defaultdict(list)
     # Each rank had len(crowded) - 1 neighbours. With all cores busy it would have cores - 1: `more` times as many.
     more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
-    for op, own, shared, *others in zip(ops, alone, spread, *crowded, strict=True):
+    for op, single, shared, *others in zip(ops, alone, spread, *crowded, strict=True):
         amount, at = count_work(op)
         back_amount = amount * (2 if op.kind in BY_ARITHMETIC else 1)  # gradients of the inputs, and of the weights
-        own_s, own_back_s = _subtract_overhead(own.forward_s, call_s), _subtract_overhead(own.back_s, back_call_s)
+        own_s, own_back_s = _subtract_overhead(single.forward_s, call_s), _subtract_overhead(single.back_s, back_call_s)
         shared_s = _subtract_overhead(shared.forward_s, call_s) + _subtract_overhead(shared.back_s, back_call_s)
-        slower = [(each.forward_s + each.back_s) / (own.forward_s + own.back_s) for each in others]
+        slower = [(other.forward_s + other.back_s) / (single.forward_s + single.back_s) for other in others]
         speed = Speed(
             tuple(map(float, at)),
             amount / own_s,
             back_amount / own_back_s,
             crowded=1 + more * (max(1.0, statistics.median(slower)) - 1) if slower else 1.0,
             spread=shared_s / (own_s + own_back_s),
-            inputs=_compute_part(own.inputs, own_back_s, back_call_s),
-            weights=_compute_part(own.weights, own_back_s, back_call_s),
+            inputs=_compute_part(single.inputs, own_back_s, back_call_s),
+            weights=_compute_part(single.weights, own_back_s, back_call_s),
         )
-        found[op.kind].append(speed)
-    return {kind: tuple(samples) for kind, samples in found.items()}
+        speeds[op.kind].append(speed)
+    return {kind: tuple(samples) for kind, samples in speeds.items()}
 
 
 def measure_median_seconds(work: Callable[[], object], times: int = 5) -> float:

@@ -163,9 +163,9 @@ def _estimate_direct(machine: Machine, members: Sequence[int], tensor_bytes: int
         latency_s = max(latency_s, machine.between.latency_s)
         # On a node with `count` ranks, each of them sends to the ranks - count others over the node's only link. The
         # bottleneck is that link, or the messages of a rank within its node.
-        each = sent / (ranks - 1)
-        leaving = max(count * (ranks - count) for count in set(members)) * each
-        carried_s = max((max(members) - 1) * each / machine.bytes_per_s, leaving / machine.between.bytes_per_s)
+        share = sent / (ranks - 1)
+        leaving = max(count * (ranks - count) for count in set(members)) * share
+        carried_s = max((max(members) - 1) * share / machine.bytes_per_s, leaving / machine.between.bytes_per_s)
     return AllReduceCost(carried_s, rounds * latency_s + messages * machine.message_s, len(members) > 1)
 
 

@@ -36,9 +36,9 @@ def interpolate(sizes: Sequence[Size], at: Sequence[float], numbers: Sequence[fl
     [20.0, 40.0]
     """
     logarithms = np.log(numbers)
-    found = float(_compute_weights(tuple(sizes), tuple(at)) @ logarithms)
+    logarithm = float(_compute_weights(tuple(sizes), tuple(at)) @ logarithms)
     least, most = float(logarithms.min()) - _FURTHER, float(logarithms.max())
-    return min(max(numbers), math.exp(min(max(found, least), most)))
+    return min(max(numbers), math.exp(min(max(logarithm, least), most)))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -50,8 +50,8 @@ def _make_list_check(check: Check, most: int) -> Check:
         _make_type_check(list, "list")(name, value)
         if len(value) > most:
             raise ValueError(f"{name} has {len(value):,} entries, but at most {most:,} are read")
-        for index, each in enumerate(value):
-            check(f"{name}[{index}]", each)
+        for index, entry in enumerate(value):
+            check(f"{name}[{index}]", entry)
 
     return check_entries
 
@@ -62,10 +62,10 @@ def _make_table_check(checks: Mapping[str, Check], needed: tuple[str, ...]) -> C
         before = f"{name}." if name else ""
         if missing := [field for field in needed if field not in value]:
             raise ValueError(f"{before}{missing[0]} is missing")
-        for field, each in value.items():
+        for field, entry in value.items():
             if field not in checks:
                 raise ValueError(f"{before}{field[:_SHOWN]} is unknown")
-            checks[field](f"{before}{field}", each)
+            checks[field](f"{before}{field}", entry)
 
     return check_fields
 
@@ -218,9 +218,9 @@ def compute_spread(timings: Iterable[Sequence[float]]) -> float:
     >>> compute_spread([[1.0, 2.0, 2.0, 2.0, 3.0], [4.0, 5.0, 5.0, 6.0]])
     0.05
     """
-    found = []
-    for each in timings:
-        if len(each) > 2 and statistics.median(each) > 0:
-            low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
-            found.append((high - low) / middle)
-    return statistics.median(found) if found else 0.0
+    spreads = []
+    for timing in timings:
+        if len(timing) > 2 and statistics.median(timing) > 0:
+            low, middle, high = statistics.quantiles(timing, n=4, method="inclusive")
+            spreads.append((high - low) / middle)
+    return statistics.median(spreads) if spreads else 0.0

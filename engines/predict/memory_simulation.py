@@ -89,7 +89,9 @@ class GradientTracker:
         # "given": the gradient of an output of the segment, whose memory the caller holds. "new": a block of this
         # backward. A gradient that is passed on keeps the name of the block in which it lies.
         self.count += 1
-        given = next((self.lies_in.get(each, f"given:{each}") for each in passed_from if each in self.arrived), None)
+        given = next(
+            (self.lies_in.get(source, f"given:{source}") for source in passed_from if source in self.arrived), None
+        )
         key = given or f"new:{self.count}"
         self.ledger.hold(key, None if given else {"gradient": size})
         there = self.lies_in.get(name)
@@ -139,13 +141,16 @@ def simulate_memory(
     for number, direction in program.directions.items():
         ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
     background = {
-        each.name: each for effects in program.effects for each in effects.reductions if each.starts and not each.waits
+        reduction.name: reduction
+        for effects in program.effects
+        for reduction in effects.reductions
+        if reduction.starts and not reduction.waits
     }.values()
-    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in background)
+    lent = sum(compute_workspace_bytes(reduction.bytes, len(reduction.group)) for reduction in background)
     # Exchanges share one arena, as only one of them runs at a time.
     arena = max((effects.messages.arena for effects in program.effects if effects.messages), default=0)
     ledger.hold("messages", {"messages": lent + arena})
-    ledger.hold("sums", {"gradients": sum(each.bytes for each in background)})
+    ledger.hold("sums", {"gradients": sum(reduction.bytes for reduction in background)})
 
     trained_now: set[str] = set()  # the weights that have gradients
     walkers = {}

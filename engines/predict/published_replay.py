@@ -143,9 +143,9 @@ class ReplayOutcome:
             "machine": row.run.machine,
             "plan": repr(row.run.plan),
             "against": repr(row.against.plan) if row.against else "",
-            "images_per_s": [round(each.images_per_s, 3) for each in both],
+            "images_per_s": [round(run.images_per_s, 3) for run in both],
             "work_messages_waiting": [
-                [round(part, 3) for part in (each.work, each.messages, each.waiting)] for each in both
+                [round(part, 3) for part in (run.work, run.messages, run.waiting)] for run in both
             ],
             "peak_gib": round(self.peak_bytes / 2**30, 2),
             "fits": self.peak_bytes <= self.memory_bytes,
@@ -170,14 +170,14 @@ class PublishedReplay:
         pairs = []
         for variant in (RunVariant("as it is"), *row.variants):
             run, against = variant.run or row.run, variant.against or row.against
-            found = self.forecast_run(run, variant.changes)
-            pairs.append((found, self.forecast_run(against, variant.changes) if against else found))
-        own, *others = pairs
+            simulated = self.forecast_run(run, variant.changes)
+            pairs.append((simulated, self.forecast_run(against, variant.changes) if against else simulated))
+        base, *others = pairs
         varied = tuple(
-            (variant.words, measure(*pair), max(each.peak_bytes for each in pair) <= memory_bytes)
+            (variant.words, measure(*pair), max(side.peak_bytes for side in pair) <= memory_bytes)
             for variant, pair in zip(row.variants, others, strict=True)
         )
-        return ReplayOutcome(row, measure(*own), *own, memory_bytes, varied)
+        return ReplayOutcome(row, measure(*base), *base, memory_bytes, varied)
 
     def forecast_run(self, run: StudyRun, changes: Mapping[str, Any] | None = None) -> RunResult:
         """Return the summary of one run, on its machine with `changes` applied."""
@@ -206,9 +206,9 @@ def build_meta_model(model: ModelReference) -> nn.Module:
         package = model.path.partition(".")[0]
         raise PlanError(f"{model.path} needs the package {package}: pip install {package}.") from error
     with torch.device("meta"):
-        found: nn.Module = make(**model.keywords)
-    for module in found.modules():
+        network: nn.Module = make(**model.keywords)
+    for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
-    return found
+    return network

@@ -132,12 +132,12 @@ class PlanMemory:
         simulate_memory(program, counted, self.plan, self.optimiser_states, ledger)
         place = where[memory.peak_step]
         owners = _LayerAssignment(self.graph, program, counted, self.optimiser_states, where)
-        found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
+        layers: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
         rest: Counter[str] = Counter()
         blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
         for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
-            (rest if layer is None else found.setdefault(layer, Counter())).update(kinds)
-        filled = {layer: dict(+kinds) for layer, kinds in found.items() if +kinds}
+            (rest if layer is None else layers.setdefault(layer, Counter())).update(kinds)
+        filled = {layer: dict(+kinds) for layer, kinds in layers.items() if +kinds}
         return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
 
 

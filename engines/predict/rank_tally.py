@@ -52,7 +52,7 @@ class _SegmentCall:
     @property
     def leads_back(self) -> bool:
         """Whether backward passes through the call."""
-        return any(made.local.needs_gradient for made in self.effect.made)
+        return any(output.local.needs_gradient for output in self.effect.made)
 
     @property
     def is_arithmetic(self) -> bool:
@@ -160,13 +160,13 @@ class _SegmentCounter:
 
     def _add_results(self, call: _SegmentCall) -> None:
         """Register the results of a call, their memory keys, and the sizes of newly allocated memory."""
-        made = tuple(each.local for each in call.effect.made)
-        self.scope[call.op.out] = made if call.effect.several else made[0]
+        tensors = tuple(output.local for output in call.effect.made)
+        self.scope[call.op.out] = tensors if call.effect.several else tensors[0]
         self.names[call.op.out] = call.makes
-        for name, each in zip(call.makes, call.effect.made, strict=True):
-            self.keys[name] = name if each.shares is None else self.keys[call.reads[each.shares]]
-            if each.shares is None:
-                self.fresh[name] = each.bytes
+        for name, output in zip(call.makes, call.effect.made, strict=True):
+            self.keys[name] = name if output.shares is None else self.keys[call.reads[output.shares]]
+            if output.shares is None:
+                self.fresh[name] = output.bytes
         rooms = self.way.way.rooms
         if call.op.out in rooms and find_out_kernel(self.segment, call.op, rooms) is not None:
             # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
@@ -185,10 +185,10 @@ class _SegmentCounter:
 
     def _get_saved_keys(self, call: _SegmentCall) -> list[str]:
         """Return the keys of the memory that autograd saves for a call, without weights, which are held anyway."""
-        found = {self.keys[call.reads[index]] for index in call.effect.saves}
-        found |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
-        found |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
-        return sorted(key for key in found if not key.startswith("weight:"))
+        keys = {self.keys[call.reads[index]] for index in call.effect.saves}
+        keys |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
+        keys |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
+        return sorted(key for key in keys if not key.startswith("weight:"))
 
     def _count_backward(self, calls: Sequence[_SegmentCall]) -> tuple[int, GradientTracker]:
         """Return the peak bytes of backward beyond the memory at its start, and the gradients that remain."""
@@ -221,15 +221,15 @@ class _SegmentCounter:
 
 def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
     """Return the tally of a single call, with `LocalTensor` objects in place of the tensor arguments."""
-    found = find_local_tensors((arguments, keywords))
-    return _make_op_tally(kernel, infer_effect(kernel, arguments, keywords or {}), found)
+    tensors = find_local_tensors((arguments, keywords))
+    return _make_op_tally(kernel, infer_effect(kernel, arguments, keywords or {}), tensors)
 
 
 def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
     shapes = [local.spec.shape for local in locals_]
-    made = [each.local.spec for each in effect.made]
+    specs = [output.local.spec for output in effect.made]
     # A view costs neither arithmetic nor traffic, only the call itself.
-    views = not made or effect.made[0].shares is not None
+    views = not specs or effect.made[0].shares is not None
     kind = classify_kernel(kernel, effect.flops)
     matrices = kind in BY_ARITHMETIC
     # What counts are gradients that cost work: one that is passed on costs none, and that of a bias next to none beside
@@ -241,10 +241,10 @@ def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTen
     return OpTally(
         kernel,
         kind,
-        0 if views else resolve_flops(kernel, effect.flops, made[0].shape),
-        0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *made)),
+        0 if views else resolve_flops(kernel, effect.flops, specs[0].shape),
+        0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *specs)),
         get_convolution_shape(kernel, shapes),
-        gradients if any(each.local.needs_gradient for each in effect.made) else 0,
+        gradients if any(output.local.needs_gradient for output in effect.made) else 0,
     )
 
 
@@ -272,7 +272,7 @@ def build_tallies(programs: Iterable[Program], graph: ModelGraph) -> Iterator[Ra
     # Of 64 tiles, those inside the image have windows of one size, and differ in the ranks with which they exchange.
     counted: list[tuple[object, RankTally]] = []
     for program in programs:
-        directions = {number: _describe_direction(each) for number, each in program.direction_programs.items()}
+        directions = {number: _describe_direction(way) for number, way in program.direction_programs.items()}
         description = program.weights, program.buffers, directions
         tally = next((known for other, known in counted if other == description), None)
         if tally is None:
@@ -353,9 +353,9 @@ class _DirectionCounter:
                 self.add_value(name, LocalTensor.of(spec, item.differentiable), item.differentiable, key)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
         roomy = frozenset(
-            made
+            window
             for name, item in self.way.rooms.items()
-            for made in item.get_effects(Phase.FORWARD).makes
-            if self.lies_in.get(name) == _get_window_key(made)
+            for window in item.get_effects(Phase.FORWARD).makes
+            if self.lies_in.get(name) == _get_window_key(window)
         )
         return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)

@@ -64,17 +64,17 @@ def search(
     for done, plan in enumerate(asked, 1):
         # Checkpointing costs another forward pass. A plan that fits without it is never faster with it, but needs more.
         try:
-            found = predict_plan(plan)
-            if (by == "memory" or not can_fit(found)) and not plan.checkpoint_activations:
+            prediction = predict_plan(plan)
+            if (by == "memory" or not can_fit(prediction)) and not plan.checkpoint_activations:
                 lean = predict_plan(replace(plan, checkpoint_activations=True))
-                found = min(found, lean, key=lambda each: each.peak_bytes)
+                prediction = min(prediction, lean, key=lambda candidate: candidate.peak_bytes)
         except (PlanError, TraceError) as error:
             refused.append((plan, str(error)))
         else:
-            (fitting if can_fit(found) else too_large).append(found)
+            (fitting if can_fit(prediction) else too_large).append(prediction)
         seen(done, len(asked))
-    fitting.sort(key=lambda each: each.get_sort_key(by, neutral_batch))
-    too_large.sort(key=lambda each: each.peak_bytes)
+    fitting.sort(key=lambda candidate: candidate.get_sort_key(by, neutral_batch))
+    too_large.sort(key=lambda candidate: candidate.peak_bytes)
     if fitting:
         return SearchResult(tuple(fitting), tuple(refused), tuple(too_large))
     if too_large:
@@ -107,10 +107,10 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them. The three
     # families have no plan in common.
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
-        each = ranks // replicas
-        yield from _generate_tiled(each, replicas, batch)
-        yield from _generate_narrowing(each, replicas, batch)
-        yield from _generate_layered(each, replicas, batch)
+        replica_ranks = ranks // replicas
+        yield from _generate_tiled(replica_ranks, replicas, batch)
+        yield from _generate_narrowing(replica_ranks, replicas, batch)
+        yield from _generate_layered(replica_ranks, replicas, batch)
 
 
 def _generate_tiled(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:

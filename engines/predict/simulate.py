@@ -158,7 +158,7 @@ class _Simulation:
         if stuck := [state for state in self.states.values() if state.step < len(state.actions)]:
             state = stuck[0]
             step = state.program.steps[state.step]
-            ranks = ", ".join(str(each.rank) for each in stuck)
+            ranks = ", ".join(str(blocked.rank) for blocked in stuck)
             raise PlanError(
                 f"The programs would wait for ever: ranks {ranks} wait, rank {state.rank} in step {state.step} "
                 f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
@@ -263,13 +263,13 @@ class _Simulation:
 
         A group within one replica has one state for each copy; a group over all replicas has one state.
         """
-        own = len(action.group) <= self.replica_ranks and max(action.group) < self.replica_ranks
-        name = (state.copy if own else 0, action.name)
+        in_replica = len(action.group) <= self.replica_ranks and max(action.group) < self.replica_ranks
+        name = (state.copy if in_replica else 0, action.name)
         if isinstance(action, JoinAllReduce) and name not in self.sums:
-            group = tuple(rank + state.shift for rank in action.group) if own else action.group
+            group = tuple(rank + state.shift for rank in action.group) if in_replica else action.group
             # Ranks that are not simulated never join, so completion depends on the simulated prefix of the sorted group
             # alone.
-            here = group if own else group[: bisect_left(group, len(self.states))]
+            here = group if in_replica else group[: bisect_left(group, len(self.states))]
             self.sums[name] = _AllReduceState(
                 self.prices.get_all_reduce_cost(group, action.bytes), here, action.background
             )

@@ -44,7 +44,7 @@ class Capabilities(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        bests = {size: each.best for size, each in self.by_size.items()}
+        bests = {size: explanation.best for size, explanation in self.by_size.items()}
         return {
             f"{size:,} px": "nothing fits"
             if best is None or best.best is None
@@ -55,7 +55,9 @@ class Capabilities(FactTable):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of which there is a plan."""
-        return tuple(kind for kind in KINDS if any(each.get_verdict(kind) for each in self.by_size.values()))
+        return tuple(
+            kind for kind in KINDS if any(explanation.get_verdict(kind) for explanation in self.by_size.values())
+        )
 
     def get_verdict(self, kind: str, size_px: int) -> Verdict | None:
         return self.by_size[size_px].get_verdict(kind)
@@ -93,7 +95,7 @@ def capabilities(
         raise PlanError(f"{len(chosen)} plans at sizes_px={tuple(sizes_px)}: give at least one plan, and sizes from 1.")
     machine = resolve_machine(machine)
     limit = machine.get_rank_bytes(ranks) if rank_bytes is None else rank_bytes
-    sizes, found = Sizes.of(model, loss), {}
+    sizes, by_size = Sizes.of(model, loss), {}
     done = 0
     for size in sizes_px:
         forecasts, refused = [], []
@@ -105,8 +107,8 @@ def capabilities(
                 refused.append((plan, str(error)))
             done += 1
             seen(done, len(chosen) * len(sizes_px))
-        found[size] = explain(forecasts, refused, limit, by=by)
-    return Capabilities(sizes.name, machine.name, ranks, batch, limit, found, by)
+        by_size[size] = explain(forecasts, refused, limit, by=by)
+    return Capabilities(sizes.name, machine.name, ranks, batch, limit, by_size, by)
 
 
 def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
@@ -118,11 +120,11 @@ def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
     by_kind: dict[str, list[Plan]] = {kind: [] for kind in KINDS}
     for plan in generate_plans(ranks, batch):
         by_kind[classify_plan(plan)].append(plan)
-    for found in by_kind.values():
-        found.sort(key=lambda plan: plan.replica_ranks)
+    for plans in by_kind.values():
+        plans.sort(key=lambda plan: plan.replica_ranks)
         # The middle of each of `count` equal parts of the list: neither end is preferred.
-        count = min(each, len(found))
-        yield from (found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count))
+        count = min(each, len(plans))
+        yield from (plans[(2 * index + 1) * len(plans) // (2 * count)] for index in range(count))
 
 
 # Scaling studies: the speedup of more ranks, and where their time goes.
@@ -235,10 +237,10 @@ def scaling(
         raise PlanError(describe_unknown(f"how={how!r} is unknown", how, HOW))
     machine = resolve_machine(machine)
     if isinstance(plans, Plan):
-        each, counts = plans.replica_ranks, ranks or (plans.ranks,)
-        if odd := [count for count in counts if count < each or count % each]:
-            raise PlanError(f"{odd[0]} ranks are no multiple of the {each} that a replica of the plan needs.")
-        plans = [replace(plans, data_parallel=count // each) for count in counts]
+        replica_ranks, counts = plans.replica_ranks, ranks or (plans.ranks,)
+        if odd := [count for count in counts if count < replica_ranks or count % replica_ranks]:
+            raise PlanError(f"{odd[0]} ranks are no multiple of the {replica_ranks} that a replica of the plan needs.")
+        plans = [replace(plans, data_parallel=count // replica_ranks) for count in counts]
     elif ranks is not None:
         raise PlanError("ranks are for one plan, which is repeated to fill them, but several plans are given.")
     chosen = sorted(plans, key=lambda plan: plan.ranks)
