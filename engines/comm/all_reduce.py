@@ -39,8 +39,8 @@ class _BufferPool(threading.local):
     def take(self, like: Tensor) -> Tensor:
         """Return a flat tensor of at least that size, with arbitrary content."""
         there = self.tensors[like.dtype, like.device]
-        found = next((index for index, tensor in enumerate(there) if tensor.numel() >= like.numel()), None)
-        return torch.empty_like(like) if found is None else there.pop(found)
+        position = next((index for index, tensor in enumerate(there) if tensor.numel() >= like.numel()), None)
+        return torch.empty_like(like) if position is None else there.pop(position)
 
     def release(self, tensors: Sequence[Tensor]) -> None:
         """Return tensors that nothing reads or writes any more."""
@@ -115,20 +115,20 @@ class AllReduceRequest(RoundsRequest):
         # messages that bring the terms; what starts those that distribute the sums of a long tensor.
         self.pieces = []
         for index, cut in enumerate(cuts):
-            own = cut[mine]
-            terms = [term[: own.numel()] for term in self.lent[index % AHEAD]]
-            terms.insert(mine, own)
+            part = cut[mine]
+            terms = [term[: part.numel()] for term in self.lent[index % AHEAD]]
+            terms.insert(mine, part)
             # The sums arrive where they belong in the tensor, which needs no further copy: its old terms there were
             # sent away before, in `gather`.
-            pass_on = self._make_exchange(_SUMS, [own] * len(cut), cut) if self.long else None
-            self.pieces.append((own, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
+            pass_on = self._make_exchange(_SUMS, [part] * len(cut), cut) if self.long else None
+            self.pieces.append((part, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
 
     def _make_exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
         """Return a function that starts the sends of `sent` and the receives of `received`, one tensor per rank."""
         sends, receives = (
             [
-                Message(peer, self.tag + tag, each)
-                for peer, each in zip(self.group, tensors, strict=True)
+                Message(peer, self.tag + tag, tensor)
+                for peer, tensor in zip(self.group, tensors, strict=True)
                 if peer != self.world.rank
             ]
             for tensors in (sent, received)
@@ -138,15 +138,15 @@ class AllReduceRequest(RoundsRequest):
     def _run_rounds(self) -> Iterator[Pending]:
         arriving = [gather() for _, _, gather, _ in self.pieces[:AHEAD]]
         going_round = []
-        for index, (own, terms, _, pass_on) in enumerate(self.pieces):
+        for index, (part, terms, _, pass_on) in enumerate(self.pieces):
             yield arriving[index]
             if len(terms) > 1:
-                # From first to last, so that the sum has the same bits whichever rank forms it. `own` is among the
+                # From first to last, so that the sum has the same bits whichever rank forms it. `part` is among the
                 # terms; the others' memory is scratch from here on.
                 first, *between, last = terms
                 for term in between:
                     first.add_(term)
-                torch.add(first, last, out=own)
+                torch.add(first, last, out=part)
             if pass_on:
                 going_round.append(pass_on())
             # Every AHEAD-th piece uses the same buffers: this piece's terms are added up, so piece index + AHEAD may be

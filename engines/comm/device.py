@@ -229,7 +229,7 @@ def _read_limits(
     entries = [line.split(":", 2) for line in _read_text(own).splitlines() if line.count(":") >= 2]
     for controller, names in kinds:
         # The group's path below the controller, of lines such as `4:memory:/jobs/7` and (version 2) `0::/other`.
-        group = next((path.strip("/") for _, found, path in entries if controller in found.split(",")), "")
+        group = next((path.strip("/") for _, controllers, path in entries if controller in controllers.split(",")), "")
         # A limit on any group above holds for this process, too: a job's limit is often set two levels up.
         top = groups / controller
         place = top / group

@@ -40,12 +40,12 @@ def _make_tcp_store(world: World) -> dist.TCPStore:
     """Return this rank's client of a TCP store on rank 0; collective. The world's messages carry its address."""
     hosts = world.all_gather(socket.gethostname())
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-    own = None
+    store = None
     if world.rank == 0:
         # Port 0: the system chooses a free one. Rank 0 must not wait for the others here, as they still need the port.
-        own = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    port = world.all_gather(own and own.port)[0]
-    return own or dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+        store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    port = world.all_gather(store and store.port)[0]
+    return store or dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False, timeout=PATIENCE)
 
 
 class Collectives:
@@ -63,9 +63,9 @@ class Collectives:
         if (key := tuple(ranks)) not in self._groups:
             part = SubGroup(self._world, key)  # ranks outside of the group do not take part in the rendezvous
             try:
-                found = self._made(_make_tcp_store(part), part.rank, part.size)
+                group = self._made(_make_tcp_store(part), part.rank, part.size)
                 # The first sum connects the GPUs, which takes seconds: here, not within a step.
-                found.allreduce([torch.zeros(1, device=device)]).wait()
+                group.allreduce([torch.zeros(1, device=device)]).wait()
             except RankError:  # another rank has failed meanwhile
                 raise
             except RuntimeError as error:
@@ -73,7 +73,7 @@ class Collectives:
                     f"NCCL cannot connect the GPUs of ranks {', '.join(map(str, key))}: {error}. NCCL_DEBUG=INFO "
                     f"tells why; with {_SWITCH}=0 gradients are summed by MPI."
                 ) from error
-            self._groups[key] = found
+            self._groups[key] = group
         return self._groups[key]
 
     def abort(self) -> None:

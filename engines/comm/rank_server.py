@@ -111,15 +111,15 @@ class Failure:
         try:
             chain = list(islice(iterate_causes(error), _MOST_LINKS))
             # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
-            texts = [get_message(each) for each in chain]
+            texts = [get_message(exception) for exception in chain]
             links = tuple(
-                (f"{type(each).__name__}: {text}", tuple(_select_frames(each)))
-                for each, text in zip(reversed(chain), reversed(texts), strict=True)
+                (f"{type(exception).__name__}: {text}", tuple(_select_frames(exception)))
+                for exception, text in zip(reversed(chain), reversed(texts), strict=True)
             )
             # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
             released = any(
-                isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(text)
-                for each, text in zip(chain, texts, strict=True)
+                isinstance(exception, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(text)
+                for exception, text in zip(chain, texts, strict=True)
             )
         except Exception:  # the user's exception has a cause or a file name of which Python makes no traceback
             return cls(kind, message, isinstance(error, KeyboardInterrupt), ((f"{kind}: {message}", ()),))
@@ -140,9 +140,9 @@ class Reply:
 
 
 def _format_frames(frames: Sequence[tuple[str, int, str]]) -> str:
-    found = [traceback.FrameSummary(*frame, lookup_line=False) for frame in frames]
+    summaries = [traceback.FrameSummary(*frame, lookup_line=False) for frame in frames]
     try:
-        return "".join(traceback.format_list(found))
+        return "".join(traceback.format_list(summaries))
     except Exception:  # a file name that is none: Python looks for the lines of source there
         return "".join(f"  File {file!r}, line {line}, in {name}\n" for file, line, name in frames)
 
@@ -248,7 +248,9 @@ def _get_server() -> RankServer:
         way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
 
     output = host.board.output = LineBuffer(emit, way.flush)
-    sys.stdout, sys.stderr = (RankStream(each, getattr(sys, each), lambda: output) for each in ("stdout", "stderr"))
+    sys.stdout, sys.stderr = (
+        RankStream(stream, getattr(sys, stream), lambda: output) for stream in ("stdout", "stderr")
+    )
     # MPI_Finalize waits for all ranks, and those may wait for this one. The process exits without it, so that MPI
     # reports to the others that this rank has failed.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

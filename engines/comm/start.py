@@ -51,7 +51,7 @@ class _Finder(MetaPathFinder):
             return PathFinder.find_spec(name, [_HOME], target)
         # Once the notebook's search path has arrived (`sync_imports`), that one counts, and SAFE is unset.
         if path is None and self.starting and os.environ.get(SAFE) == "rank":
-            return PathFinder.find_spec(name, [each for each in sys.path if each not in self.here], target)
+            return PathFinder.find_spec(name, [folder for folder in sys.path if folder not in self.here], target)
         return None
 
 
@@ -148,8 +148,8 @@ def _run_with_file(file: str, *command: str) -> NoReturn:
 
 def _run_in_folder(name: str, *command: str) -> NoReturn:
     for file in Path(tempfile.gettempdir()).glob(f"mpi4dl_nb-*/{name}"):
-        found = file.parent.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+        status = file.parent.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077:
             folder = str(file.parent)
             os.execvpe(command[0], command, {**os.environ, "HOME": folder, "TMPDIR": folder})
     sys.exit(f"mpi4dl_nb has no folder for {name} in {tempfile.gettempdir()}")

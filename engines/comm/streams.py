@@ -86,13 +86,13 @@ def copy_to_device(arrived: Sequence[Tensor], device: torch.device, memory: torc
     with torch.cuda.stream(here):
         # No wait for the compute stream first: the transport has filled the host buffers, and the results are new
         # tensors.
-        found = [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
+        copies = [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
     computing.wait_stream(here)
     # Allocated on the receive stream but read on the compute stream: without this, the allocator could give the memory
     # to the next arrival while a kernel still reads it.
-    for tensor in found:
+    for tensor in copies:
         tensor.record_stream(computing)
-    return found
+    return copies
 
 
 @cache

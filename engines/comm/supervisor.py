@@ -86,11 +86,11 @@ class _Supervisor:
             state = ""
         rests = time.monotonic() - self.board.since_s >= _REST_S
         # A stopped process (SIGSTOP) is reported at once, any other stall only after `_REST_S`.
-        found = (now, state == _STOPPED) if rests or state == _STOPPED else None
-        if found != self.reported:
-            self.reported = found
-            self.report_event("still", state=state) if found else self.report_event("moves")
-        elif (found is None or found[0] is not None) and time.monotonic() - self.reported_s >= _BEAT_S:
+        stall = (now, state == _STOPPED) if rests or state == _STOPPED else None
+        if stall != self.reported:
+            self.reported = stall
+            self.report_event("still", state=state) if stall else self.report_event("moves")
+        elif (stall is None or stall[0] is not None) and time.monotonic() - self.reported_s >= _BEAT_S:
             self._write({"rank": self.rank, "event": "watches"})
 
     def report_event(self, event: str, **facts: object) -> None:

@@ -78,10 +78,10 @@ class World:
         sealed = pack_value(value)
         under_way = [send_value(self, peer, sealed) for peer in range(self.size) if peer != self.rank]
         # This rank's own value is unpacked, too: every rank gets copies, never the sender's object.
-        found = [unpack_value(sealed) if peer == self.rank else receive_value(self, peer) for peer in range(self.size)]
+        values = [unpack_value(sealed) if peer == self.rank else receive_value(self, peer) for peer in range(self.size)]
         for pending in under_way:
             pending.wait()
-        return found
+        return values
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, on rank 0, and [] elsewhere; collective."""
@@ -227,10 +227,10 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
         failure = error
     except OSError as error:
         failure = kind(str(error) or type(error).__name__)
-    for found in filter(None, all_gather_or_raise(world, failure, failure)):
+    for first_failure in filter(None, all_gather_or_raise(world, failure, failure)):
         if failure:
-            raise copy(found) from None
-        raise copy(found) from make_released_error()  # ranks in threads share the exception object
+            raise copy(first_failure) from None
+        raise copy(first_failure) from make_released_error()  # ranks in threads share the exception object
     return made  # type: ignore[return-value]
 
 
@@ -243,12 +243,12 @@ def run_on_first(world: World, work: Callable[[], Made]) -> Made:
             made = work()
         except Mpi4dlError as error:
             failure = error
-    found = all_gather_or_raise(world, failure or made, failure)[0]
-    if isinstance(found, Mpi4dlError):
+    outcome = all_gather_or_raise(world, failure or made, failure)[0]
+    if isinstance(outcome, Mpi4dlError):
         if failure:  # on rank 0: its own error, with its traceback
             raise failure
-        raise copy(found) from make_released_error()  # ranks in threads share the exception object
-    return found  # type: ignore[no-any-return]
+        raise copy(outcome) from make_released_error()  # ranks in threads share the exception object
+    return outcome  # type: ignore[no-any-return]
 
 
 def all_gather_or_raise(world: World, value: Any, failure: Exception | None) -> list[Any]:

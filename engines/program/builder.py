@@ -65,7 +65,7 @@ class Builder(ValueLayouts):
         """Attribute all instructions emitted from here on to this node."""
         self._module, self._node, self._graded = node.module, node.name, node.graded
         self._flops[node.name] = node.flops
-        self._before = self.tag, list(self._open), [len(made) for made in self._growing_state]
+        self._before = self.tag, list(self._open), [len(collection) for collection in self._growing_state]
 
     def end_nodes(self) -> None:
         """End the last node: what is emitted from here on carries gradients, even if that node is under `no_grad`."""
@@ -74,12 +74,12 @@ class Builder(ValueLayouts):
     def undo_node(self) -> None:
         """Roll back everything emitted since `begin_node`."""
         self.tag, self._open, counts = self._before[0], list(self._before[1]), self._before[2]
-        for made, count in zip(self._growing_state, counts, strict=True):
-            if isinstance(made, dict):
-                for key in list(made)[count:]:
-                    del made[key]
+        for collection, count in zip(self._growing_state, counts, strict=True):
+            if isinstance(collection, dict):
+                for key in list(collection)[count:]:
+                    del collection[key]
             else:
-                del made[count:]
+                del collection[count:]
 
     @property
     def _growing_state(self) -> tuple[list[Any] | dict[Any, Any], ...]:
@@ -90,7 +90,7 @@ class Builder(ValueLayouts):
     def single_halo_read(self) -> HaloRead | None:
         """The current node's window if one exchange for one window is all that it needs of other ranks, else None."""
         instructions, reads, statistics, _, windows = (
-            list(made)[count:] for made, count in zip(self._growing_state, self._before[2], strict=True)
+            list(collection)[count:] for collection, count in zip(self._growing_state, self._before[2], strict=True)
         )
         sums = statistics or any(item.get_effects(Phase.FORWARD).reductions for item in instructions)
         # One window, fetched by one exchange (each exchange adds 2 to the tag), and no all-reduce: only then can the
@@ -158,9 +158,9 @@ class Builder(ValueLayouts):
             lambda outputs, rules: {rank: compute_window(tile, rules) for rank, tile in outputs.items()},
         )
         given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
-        found = ref
+        source = ref
         if self._from is not None:
-            found = self._from
+            source = self._from
         elif self.memo.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
             # Fused halos: all nodes of the group that read this value share one wider window.
             shared = self.extended.get_fetched(self._node, ref.name)
@@ -170,8 +170,8 @@ class Builder(ValueLayouts):
             fetched = (ref.name, tuple(tiles.values()), beyond)
             if fetched not in self._windows:
                 self._windows[fetched] = self.exchange(self.crop_to_own(ref), tiles, beyond)
-            found = self._windows[fetched]
-        return Window(found.name, self.get_held_tiles(found)[self.rank], wanted[self.rank], fill)
+            source = self._windows[fetched]
+        return Window(source.name, self.get_held_tiles(source)[self.rank], wanted[self.rank], fill)
 
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """Return a value that holds the pixels `wanted`, by an exchange within the stage if one is needed.
@@ -208,8 +208,8 @@ class Builder(ValueLayouts):
         """Return the pixels of a tiled value that this rank owns; a value that is not tiled is returned whole."""
         if not self.is_tiled(ref):
             return ref
-        own = self.get_tiles(self.get_value(ref).size_px)[self.rank]
-        return self.pad_window(Window(ref.name, self.get_held_tiles(ref)[self.rank], own, 0.0))
+        tile = self.get_tiles(self.get_value(ref).size_px)[self.rank]
+        return self.pad_window(Window(ref.name, self.get_held_tiles(ref)[self.rank], tile, 0.0))
 
     def align_to_output(self, ref: Ref) -> Ref:
         """Return the pixels of a tiled value at the positions of the node's result; other values are returned whole."""
@@ -243,8 +243,8 @@ class Builder(ValueLayouts):
         if not (sends or receives):
             return value.name
         self.flush()
-        spec, own, window = value.spec, owned.get(self.rank), wanted[self.rank] if receives else None
-        pixels = value.axes, spec.shape, spec.dtype, own, window, fill
+        spec, tile, window = value.spec, owned.get(self.rank), wanted[self.rank] if receives else None
+        pixels = value.axes, spec.shape, spec.dtype, tile, window, fill
         self.instructions.append(
             Exchange(name, purpose, value.name, target, *pixels, sends, receives, tag, value.differentiable)
         )
@@ -279,10 +279,10 @@ class Builder(ValueLayouts):
         # A value that only its own segment reads is in no set, so it is no output and dies inside the segment.
         for instruction in reversed(self.instructions):
             if isinstance(instruction, Compute):
-                made = {op.out for op in instruction.ops}
+                written = {op.out for op in instruction.ops}
                 read = dict.fromkeys(name for op in instruction.ops for name in op.reads)
                 # Names that are not in `values` are weights and buffers, which the rank owns.
-                inputs = tuple(name for name in read if name in self.values and name not in made)
+                inputs = tuple(name for name in read if name in self.values and name not in written)
                 outputs = tuple(op.out for op in instruction.ops if op.out in wanted)
                 differentiable = any(self.values[name].differentiable for name in outputs)
                 instruction = replace(instruction, inputs=inputs, outputs=outputs, differentiable=differentiable)
@@ -309,4 +309,4 @@ def _compute_transfers(
         if move.source != move.target:
             sends[move.source].append(move)
             receives[move.target].append(move)
-    return tuple({rank: tuple(found) for rank, found in side.items()} for side in (sends, receives))
+    return tuple({rank: tuple(moves) for rank, moves in side.items()} for side in (sends, receives))

@@ -37,17 +37,17 @@ def make_buckets(
     for name in reversed(graph.weights):
         if name in graph.trainable and len(holders[name]) > 1:
             groups[holders[name]].append(name)
-    found: list[SumGradients] = []
+    buckets: list[SumGradients] = []
     for group, names in sorted(groups.items()):
         part: list[str] = []
         for name in names:
             part.append(name)
-            filled = sum(graph.weights[each].bytes for each in part)
+            filled = sum(graph.weights[weight].bytes for weight in part)
             if filled >= bucket_bytes or name == names[-1]:
-                number = len(found)
-                found.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
+                number = len(buckets)
+                buckets.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
                 part = []
-    return tuple(found)
+    return tuple(buckets)
 
 
 def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
@@ -99,13 +99,13 @@ class Compiler:
 
         Raises PlanError if there are more buckets than message tags.
         """
-        found = make_buckets(self.graph, self._ranks_by_weight, STAGE_TAGS // 2)
-        if found and found[-1].tag + 2 > STAGE_TAGS:
+        buckets = make_buckets(self.graph, self._ranks_by_weight, STAGE_TAGS // 2)
+        if buckets and buckets[-1].tag + 2 > STAGE_TAGS:
             raise PlanError(
-                f"The gradients travel in {len(found)} messages, and there are tags for {STAGE_TAGS // 4}. "
+                f"The gradients travel in {len(buckets)} messages, and there are tags for {STAGE_TAGS // 4}. "
                 "Use fewer stages, or train fewer weights."
             )
-        return found
+        return buckets
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -132,7 +132,7 @@ class Compiler:
             if self.graph.loss or action.kind is ActionKind.FORWARD
         ]
         held = {role.stage for role in roles}
-        sums = [each for each in self.gradient_buckets if rank in each.group]
+        sums = [bucket for bucket in self.gradient_buckets if rank in bucket.group]
         steps = self._insert_gradient_sums(list(self._make_steps(work, ways)), sums)
         ends = (*sums, *self._make_updates(rank, roles, work)) if self.graph.loss else ()
         program = Program(
@@ -175,9 +175,9 @@ class Compiler:
         numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
         steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
         buffers = sorted(graph.whole.reads - graph.inputs.keys())
-        own = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
+        count_program = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
         count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
-        counting = CountLabels("labels", own, count, self.layout.find_ranks([last]))
+        counting = CountLabels("labels", count_program, count, self.layout.find_ranks([last]))
         yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
 
     def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
@@ -185,17 +185,17 @@ class Compiler:
         for item in work:
             forward = ways[item.direction].stages[item.stage]
             if item.kind is ActionKind.FORWARD:
-                yield from (Step(each, Phase.FORWARD, item.micro_batch) for each in forward)
+                yield from (Step(instruction, Phase.FORWARD, item.micro_batch) for instruction in forward)
                 continue
             phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if splits else Phase.BACKWARD
-            for each in reversed(forward):
+            for instruction in reversed(forward):
                 # The weights' pass has work only in segments with matrices or convolutions: the gradients of all other
                 # weights cost next to nothing and come with those of the inputs (see `Segment.late`).
-                late = not self.graph.matrices.isdisjoint(self._get_trained_weights(each))
-                if each.differentiable and (late or phase is not Phase.WEIGHTS):
+                late = not self.graph.matrices.isdisjoint(self._get_trained_weights(instruction))
+                if instruction.differentiable and (late or phase is not Phase.WEIGHTS):
                     # In reverse order, each half of an overlapped exchange takes the place of the other one:
                     #   forward   start, interior, end, border       backward   border', start', interior', end'
-                    yield Step(each.adjoint, phase, item.micro_batch)
+                    yield Step(instruction.adjoint, phase, item.micro_batch)
 
     def _insert_gradient_sums(self, steps: Sequence[Step], sums: Sequence[SumGradients]) -> Iterator[Step]:
         """Yield a rank's steps, with each all-reduce started after the last step that adds to a gradient in its bucket.
@@ -208,13 +208,13 @@ class Compiler:
             if self.overlap and step.phase is not Phase.FORWARD:
                 last.update(dict.fromkeys(self._get_trained_weights(step.instruction), index))
         begun: dict[int, list[SumGradients]] = defaultdict(list)
-        for each in sums:
+        for bucket in sums:
             # A weight that no step trains here has no gradient; the bucket then starts at the end, as other ranks still
             # take part.
-            begun[max(last.get(name, len(steps) - 1) for name in each.weights)].append(each)
+            begun[max(last.get(name, len(steps) - 1) for name in bucket.weights)].append(bucket)
         for index, step in enumerate(steps):
             yield step
-            yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
+            yield from (Step(bucket, Phase.BACKWARD, step.micro_batch) for bucket in begun[index])
 
     def _get_trained_weights(self, item: Instruction) -> set[str]:
         """Return the trained weights that a segment reads."""
@@ -246,8 +246,8 @@ class Compiler:
         stages = sorted({role.stage for role in roles})
         builders = {role.stage: self.lowering.get_builder(role) for role in roles}
         for stage in stages:
-            own = (entry for entry in builders[stage].statistics if not (entry.mean_over or entry.whole))
-            moments = tuple(entry.moments for entry in own)
+            norms = (entry for entry in builders[stage].statistics if not (entry.mean_over or entry.whole))
+            moments = tuple(entry.moments for entry in norms)
             # Replicas and directions see different micro-batches, while the running statistics follow all of them. Tile
             # 0 speaks for the tiles of a stage: with synchronised batch norm all of them have the same moments.
             if moments and len(self.layout.pipes) > 1:

@@ -86,7 +86,7 @@ class Messages:
     @property
     def bytes(self) -> int:
         """The bytes of all messages, sent and received."""
-        return sum(each.bytes for each in (*self.sends, *self.receives))
+        return sum(message.bytes for message in (*self.sends, *self.receives))
 
 
 @dataclass(frozen=True, slots=True)

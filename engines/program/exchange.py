@@ -17,10 +17,10 @@ ALIGNED_BYTES = 64
 
 
 def _compute_tile_shape(shape: tuple[int, ...], axes: Axes, tile: Tile) -> tuple[int, ...]:
-    found = list(shape)
+    sizes = list(shape)
     for axis, span in zip(axes, tile, strict=True):
-        found[axis] = len(span)
-    return tuple(found)
+        sizes[axis] = len(span)
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=1 << 16)  # the same tiles are counted for each rank, phase and buffer
@@ -148,8 +148,8 @@ class Exchange(Instruction):
     @property
     def staging_bytes(self) -> int:
         """The memory in bytes for all messages of the exchange on one rank."""
-        each = (self.compute_bytes([move]) for move in (*self.sends, *self.receives))
-        return sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in each)
+        sizes = (self.compute_bytes([move]) for move in (*self.sends, *self.receives))
+        return sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes)
 
     @property
     def is_persistent(self) -> bool:

@@ -94,11 +94,11 @@ class ExchangeRunner:
         # `_kept` places own pixels (part, index in the source, index in the part), `_arrivals` received ones (message,
         # part, index in the message, index in the part). Strips may overlap, so one message can fill parts of several.
         self._outside = [find_outside(exchange, tile) for tile in self._tiles]
-        own, moves = exchange.own, exchange.receives
+        owned, moves = exchange.own, exchange.receives
         self._kept = [
-            (number, make_index(exchange, own & tile, own), make_index(exchange, own & tile, tile))
+            (number, make_index(exchange, owned & tile, owned), make_index(exchange, owned & tile, tile))
             for number, tile in enumerate(self._tiles)
-            if own and own & tile
+            if owned and owned & tile
         ]
         self._arrivals = [
             (message, number, make_index(exchange, here, move.tile), make_index(exchange, here, tile))
@@ -157,8 +157,8 @@ class ExchangeRunner:
             for message, pixels in zip(started.expected, arrived, strict=True):
                 started.parts[0][message.index].copy_(pixels)
         if self.received is not None:
-            for move, each in zip(self.exchange.receives, started.expected, strict=True):
-                self.received.append(ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()))
+            for move, expected in zip(self.exchange.receives, started.expected, strict=True):
+                self.received.append(ReceivedMessage(move, None, expected.pixels.clone(), expected.pixels.clone()))
         return started.parts
 
     def start_backward(self, grads: Sequence[Tensor | None], source: Tensor | None) -> tuple[StartedExchange, int]:
@@ -193,9 +193,9 @@ class ExchangeRunner:
         grads = started.parts
         if source is not None and started.adds:  # the gradients of the pixels that stayed on this rank
             if self._keeps_all and source.grad is None and grads[0] is not None:
-                own = grads[0][self._kept[0][2]]
+                grad = grads[0][self._kept[0][2]]
                 # Other readers add to it in place.
-                source.grad = own if alone else torch.empty_like(source).copy_(own)
+                source.grad = grad if alone else torch.empty_like(source).copy_(grad)
             else:
                 source.grad = torch.zeros_like(source) if source.grad is None else source.grad
                 for number, here, there in self._kept:
@@ -248,10 +248,10 @@ def make_exchange_runners(
     exchanges: Iterable[Exchange], world: World, device: torch.device, send_queue: SendQueue
 ) -> dict[str, ExchangeRunner]:
     """Make a runner for each exchange of a program, by key; persistent exchanges share one message arena."""
-    found = {item.key: item for item in exchanges}
-    largest = max((exchange.staging_bytes for exchange in found.values() if exchange.is_persistent), default=0)
+    by_key = {item.key: item for item in exchanges}
+    largest = max((exchange.staging_bytes for exchange in by_key.values() if exchange.is_persistent), default=0)
     arena = make_message_allocator(device, world)(largest)
     return {
         key: ExchangeRunner(exchange, world, device, send_queue, arena if exchange.is_persistent else None)
-        for key, exchange in found.items()
+        for key, exchange in by_key.items()
     }

@@ -93,8 +93,8 @@ class Lowering:
         for stage in range(len(self.spans)):
             builder = self.get_builder(Role(stage, 0))
             # In stage order: a stage can be lowered only once the layouts of all values that it receives are recorded.
-            made = {node.name for node in self._get_nodes(self.spans[stage])}
-            self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
+            names = {node.name for node in self._get_nodes(self.spans[stage])}
+            self.crossing_values.update({name: builder.values[name] for name in names & builder.values.keys()})
         # A stage must not read a buffer that another stage writes at its update.
         for stage in range(len(self.spans)):
             builder = self.get_builder(Role(stage, 0))

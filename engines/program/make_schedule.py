@@ -65,10 +65,10 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
                     f"Stage {stage} of direction {direction} is on ranks {tuple(ranks)}. "
                     "Give at least one rank, each once."
                 )
-    found = {rank for stages in placement for ranks in stages for rank in ranks}
-    if not found or found != set(range(len(found))):
+    numbers = {rank for stages in placement for ranks in stages for rank in ranks}
+    if not numbers or numbers != set(range(len(numbers))):
         raise PlanError(
-            f"The placement names the ranks {_format_numbers(found)}. Number them from 0, and leave none out."
+            f"The placement names the ranks {_format_numbers(numbers)}. Number them from 0, and leave none out."
         )
     for batch in batches:
         if batch.direction not in range(len(placement)):
@@ -128,7 +128,7 @@ def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[l
     [[range(0, 2), range(0, 2), range(2, 3)]]
     """
     sizes = [_compute_group_size(stages) for stages in placement]
-    found: list[list[QueuedMicroBatch]] = [[] for _ in placement]
+    queues: list[list[QueuedMicroBatch]] = [[] for _ in placement]
     # Positions in the queue of one direction, for batches of 3 micro-batches and groups of 2:
     #
     #   position   0 1 2   3 4 5   6 7 8
@@ -136,13 +136,13 @@ def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[l
     #   group     |   | |   |   |   |   |      a batch ends its last group early
     for batch in batches:
         # Counted in the order of `batches`, so it also covers the batches of the other directions.
-        earlier = tuple(len(queue) for queue in found)
-        queue, size = found[batch.direction], sizes[batch.direction]
+        earlier = tuple(len(queue) for queue in queues)
+        queue, size = queues[batch.direction], sizes[batch.direction]
         places = range(len(queue), len(queue) + len(batch.micro_batches))
         for index, micro_batch in enumerate(batch.micro_batches):
             start = index // size * size
             queue.append(QueuedMicroBatch(micro_batch, places, places[start : start + size], earlier))
-    return found
+    return queues
 
 
 def _compute_group_size(stages: Stages) -> int:
@@ -286,9 +286,9 @@ def _start(posts: Iterable[_StageState], lanes: Sequence[list[Slot]], now: int) 
     """Start the actions that can start, by priority."""
     idle = {rank for rank, lane in enumerate(lanes) if not lane or lane[-1].stop <= now}
     able = [post for post in posts if idle.issuperset(post.ranks)]
-    found = [(post, kind) for post in able for kind in post.rule.units if post.is_ready(kind)]
+    candidates = [(post, kind) for post in able for kind in post.rule.units if post.is_ready(kind)]
     started = []
-    for post, kind in sorted(found, key=lambda pair: pair[0].compute_priority(pair[1])):
+    for post, kind in sorted(candidates, key=lambda pair: pair[0].compute_priority(pair[1])):
         # An action of higher priority may have taken one of the ranks.
         if idle.issuperset(post.ranks):
             idle.difference_update(post.ranks)

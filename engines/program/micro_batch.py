@@ -79,7 +79,7 @@ class MicroBatchState(LiveValues[Tensor]):
         for tensor in (
             *self.values.values(),
             *self.leaves.values(),
-            *(t for made in self._made.values() for t in made),
+            *(t for outputs in self._made.values() for t in outputs),
         ):
             yield tensor
             if tensor.is_leaf and tensor.grad is not None:
@@ -117,12 +117,12 @@ class MicroBatchState(LiveValues[Tensor]):
     def _compute(self, segment: Compute, phase: Phase) -> int:
         if phase is not Phase.FORWARD:
             return self._compute_backward(segment, phase)
-        # `made` are roots of the local graph; readers get detached leaves instead (see `keep`).
-        made = self.runtime.segments[segment.name](self.values, self.seed)
-        for name, value in zip(segment.outputs, made, strict=True):
+        # `outputs` are roots of the local graph; readers get detached leaves instead (see `keep`).
+        outputs = self.runtime.segments[segment.name](self.values, self.seed)
+        for name, value in zip(segment.outputs, outputs, strict=True):
             self.keep(name, value, value.requires_grad)
         if segment.differentiable and self.runtime.keeps_graphs:
-            self._made[segment.name] = made
+            self._made[segment.name] = outputs
         if not self.runtime.keeps_graphs:
             for name in self.direction_program.interiors.keys() & set(segment.inputs):
                 del self.leaves[name]  # the recomputation in backward makes it anew
@@ -147,8 +147,8 @@ class MicroBatchState(LiveValues[Tensor]):
         else:
             if segment.name not in self._made:
                 self._recompute(segment)
-            made = zip(self._made.pop(segment.name), map(self.take_gradient, segment.outputs), strict=True)
-            pairs = [(value, grad) for value, grad in made if grad is not None and value.requires_grad]
+            outputs = zip(self._made.pop(segment.name), map(self.take_gradient, segment.outputs), strict=True)
+            pairs = [(value, grad) for value, grad in outputs if grad is not None and value.requires_grad]
             roots, grads = [value for value, _ in pairs], [grad for _, grad in pairs]
         if not roots:
             return 0
@@ -228,8 +228,8 @@ class MicroBatchState(LiveValues[Tensor]):
                 source = self.values.get(exchange.source) if exchange.own else None
                 self._under_way[exchange.key], sent = runner.start_forward(source)
             if exchange.ends:
-                made = runner.wait_forward(self._under_way.pop(exchange.key))
-                for (name, _), pixels in zip(exchange.parts, made, strict=True):
+                parts = runner.wait_forward(self._under_way.pop(exchange.key))
+                for (name, _), pixels in zip(exchange.parts, parts, strict=True):
                     self.keep(name, pixels, exchange.differentiable)
             return sent
         source = self.leaves[exchange.source] if exchange.own else None

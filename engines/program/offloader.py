@@ -282,12 +282,15 @@ class OffloadingMicroBatch(MicroBatchState):
         lasting = self.direction_program.kept_to_end - {self.direction_program.prediction}
         # By storage, not by tensor: views of a value that stays must stay, too.
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
-        names = [*self._begun, *(name for each in self._touched.values() for name in _get_value_names(each))]
+        names = [
+            *self._begun,
+            *(name for instruction in self._touched.values() for name in _get_value_names(instruction)),
+        ]
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
-        made = [tensor for name in self._touched for tensor in self._made.get(name, ())]
+        outputs = [tensor for name in self._touched for tensor in self._made.get(name, ())]
         self._begun, self._touched = [], {}
         named = [tensors[name] for name in names for tensors in (self.values, self.leaves) if name in tensors]
-        touched = (*saved, *made, *named, *self._get_gradients(names))
+        touched = (*saved, *outputs, *named, *self._get_gradients(names))
         self.offloader.offload(tensor for tensor in touched if tensor.untyped_storage()._cdata not in kept)
 
     def fetch(self, tensor: Tensor) -> Tensor:

@@ -79,20 +79,20 @@ class DirectionProgram:
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the forward instructions that read each value, in order."""
-        found: dict[str, tuple[str, ...]] = {}
+        readers: dict[str, tuple[str, ...]] = {}
         for item, effects in zip(self.forward, self.effects, strict=True):
             for name in effects.reads:
-                found[name] = (*found.get(name, ()), item.name)
-        return found
+                readers[name] = (*readers.get(name, ()), item.name)
+        return readers
 
     @cached_property
     def last_reads(self) -> Mapping[str, tuple[str, ...]]:
         """The values that an instruction, by name, is the last one to read in the forward pass."""
-        found: dict[str, tuple[str, ...]] = {}
+        last_reads: dict[str, tuple[str, ...]] = {}
         for name, readers in self.reads.items():
             if name not in self.kept_to_end:
-                found[readers[-1]] = (*found.get(readers[-1], ()), name)
-        return found
+                last_reads[readers[-1]] = (*last_reads.get(readers[-1], ()), name)
+        return last_reads
 
     @cached_property
     def rooms(self) -> Mapping[str, ModelInstruction]:
@@ -217,7 +217,9 @@ class Program(FactTable):
         # The micro-batches of a direction share their instructions.
         known: dict[tuple[int, Phase], Effects] = {}
         for way in self.direction_programs.values():
-            known |= {(id(item), Phase.FORWARD): each for item, each in zip(way.forward, way.effects, strict=True)}
+            known |= {
+                (id(item), Phase.FORWARD): effects for item, effects in zip(way.forward, way.effects, strict=True)
+            }
         for step in self.steps:
             key = id(step.instruction), step.phase
             if key not in known:
@@ -299,20 +301,20 @@ def count_traffic(program: Program) -> dict[str, Traffic]:
     >>> count_traffic(first)["stage"].messages
     1
     """
-    found: dict[str, Traffic] = {}
+    traffic: dict[str, Traffic] = {}
     for step, effects in zip(program.steps, program.effects, strict=True):
         kind = step.instruction.kind
         for part in count_sent(effects):
-            found[kind] = found.get(kind, Traffic(0, 0)) + part
-    return found
+            traffic[kind] = traffic.get(kind, Traffic(0, 0)) + part
+    return traffic
 
 
 def count_sent(effects: Effects) -> Iterator[Traffic]:
     """Yield what an instruction sends, if anything."""
-    for each in effects.inner:
-        yield from count_sent(each)
+    for inner in effects.inner:
+        yield from count_sent(inner)
     if (messages := effects.messages) and messages.posts:
-        yield Traffic(len(messages.sends), sum(each.bytes for each in messages.sends))
+        yield Traffic(len(messages.sends), sum(message.bytes for message in messages.sends))
     for total in effects.reductions:
         if total.starts:
             yield Traffic(*count_sends(total.bytes, len(total.group)))

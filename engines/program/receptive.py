@@ -117,7 +117,7 @@ class ReceptiveFields:
     def get_size_px(self, node: str) -> tuple[int, int]:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
         if not self.has_pixels(node):
-            known = [name for name, each in self._builder.values.items() if each.axes]
+            known = [name for name, layout in self._builder.values.items() if layout.axes]
             problem = f"{node!r} is no value of rows and columns: it has no receptive field"
             raise PlanError(describe_unknown(problem, node, known))
         return self._builder.values[node].size_px
@@ -130,20 +130,20 @@ class ReceptiveFields:
         #     conv2d          [. . .]            each of these three has a span of three in the image
         #     conv2d_1           .               its span is their hull: five
         values = self._builder.values
-        found = {source: tuple(FieldSpans.whole(size) for size in self.get_size_px(source))}
+        fields = {source: tuple(FieldSpans.whole(size) for size in self.get_size_px(source))}
         for node in self.graph.nodes:
-            made = values.get(node.name)
-            if made is None or not made.axes:
+            layout = values.get(node.name)
+            if layout is None or not layout.axes:
                 continue
             for name in dict.fromkeys(node.reads):
-                if name not in found or not values[name].axes:
+                if name not in fields or not values[name].axes:
                     continue
                 whole = Tile.whole(*values[name].size_px)
-                for spans in self._find_windows(node.name, name, made.size_px, whole):
-                    read = tuple(known.read(*span) for known, span in zip(found[name], spans, strict=True))
-                    before = found.get(node.name, read)
-                    found[node.name] = tuple(one | other for one, other in zip(before, read, strict=True))
-        return found
+                for spans in self._find_windows(node.name, name, layout.size_px, whole):
+                    read = tuple(known.read(*span) for known, span in zip(fields[name], spans, strict=True))
+                    before = fields.get(node.name, read)
+                    fields[node.name] = tuple(one | other for one, other in zip(before, read, strict=True))
+        return fields
 
     def _find_windows(
         self, node: str, name: str, out_px: tuple[int, int], whole: Tile
@@ -168,10 +168,10 @@ class ReceptiveFields:
 
     @cached_property
     def _rules(self) -> Mapping[tuple[str, str], Sequence[WindowRead]]:
-        found: dict[tuple[str, str], list[WindowRead]] = defaultdict(list)
+        reads: dict[tuple[str, str], list[WindowRead]] = defaultdict(list)
         for read in self._builder.reads:
-            found[read.node, read.value].append(read)
-        return found
+            reads[read.node, read.value].append(read)
+        return reads
 
 
 def _apply_rule(rule: SpanRule, count: int, limit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -181,7 +181,7 @@ def _apply_rule(rule: SpanRule, count: int, limit: int) -> tuple[NDArray[np.int6
         span = rule(Span(numbers, numbers + 1))  # type: ignore[arg-type]
         starts, stops = span.start, span.stop
     else:
-        each = [rule(Span(number, number + 1)) for number in range(count)]
-        starts, stops = np.array([[span.start, span.stop] for span in each]).T
+        spans = [rule(Span(number, number + 1)) for number in range(count)]
+        starts, stops = np.array([[span.start, span.stop] for span in spans]).T
     low = np.clip(starts, 0, limit)
     return low, np.maximum(low, np.clip(stops, 0, limit))

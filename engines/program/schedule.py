@@ -109,7 +109,7 @@ class Schedule:
     def is_interleaved(self) -> bool:
         """Whether a rank works on several stages of one direction."""
         places = ({(slot.work.direction, slot.work.stage) for slot in lane} for lane in self.lanes)
-        return any(len({direction for direction, _ in found}) < len(found) for found in places)
+        return any(len({direction for direction, _ in stages}) < len(stages) for stages in places)
 
     def format_action(self, work: PipelineAction) -> str:
         """Return `F0`, `b3` or `W1/2`, as in the table."""

@@ -46,21 +46,21 @@ def find_in_place(segment: Compute) -> frozenset[str]:
     active = [op for op in segment.ops if op.kernel in IN_PLACE and not _is_replaced(op)]
     if not active:
         return frozenset()
-    made = {op.out: op for op in segment.ops}
+    writers = {op.out: op for op in segment.ops}
     # Readers of each value, the world outside the segment included. A ReLU may overwrite what nobody else reads:
     #
     #   y = conv(x); z = relu(y)              z in y's memory
     #   y = conv(x); z = relu(y); w = y + z   a second reader: z gets its own
     #   y = sigmoid(x); z = relu(y)           the backward pass of sigmoid reads y: z gets its own
     asked_for = Counter(segment.outputs) + Counter(name for op in segment.ops for name in op.reads)
-    return frozenset(op.out for op in active if asked_for[op.reads[0]] == 1 and _is_free(op.reads[0], made))
+    return frozenset(op.out for op in active if asked_for[op.reads[0]] == 1 and _is_free(op.reads[0], writers))
 
 
 def _is_free(name: str, made: dict[str, LocalOp]) -> bool:
     """Return whether a value that is read once has memory of its own, of which autograd keeps no reference."""
     op = made.get(name)
     if op is not None and op.kernel == "getitem":  # one of several results, unless it is taken twice
-        alike = sum(each.kernel == op.kernel and each.arguments == op.arguments for each in made.values())
+        alike = sum(local_op.kernel == op.kernel and local_op.arguments == op.arguments for local_op in made.values())
         op = made.get(op.reads[0]) if alike == 1 else None
     return op is not None and op.kernel in FORGETFUL and not _is_replaced(op)
 
@@ -109,11 +109,11 @@ class _PointwiseOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, room: OutputAllocator, rule: _PointwiseRule, *arguments: Any) -> Tensor:
-        made = _allocate_out(room, x.shape, x.dtype)
-        rule.write(x, *arguments, out=made)
+        out = _allocate_out(room, x.shape, x.dtype)
+        rule.write(x, *arguments, out=out)
         ctx.rule, ctx.arguments = rule, arguments
-        ctx.save_for_backward(made if rule.by_result else x)
-        return made
+        ctx.save_for_backward(out if rule.by_result else x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +142,7 @@ _aten = torch.ops.aten
 _INTO: Mapping[str, Callable[..., Tensor]] = {
     "aten.relu.default": _PointwiseRule(
         lambda x, out: torch.clamp_min(x, 0, out=out),
-        lambda grad, made: _aten.threshold_backward(grad, made, 0),
+        lambda grad, out: _aten.threshold_backward(grad, out, 0),
         by_result=True,
     ),
     "aten.leaky_relu.default": _PointwiseRule(
@@ -243,12 +243,12 @@ def bind_kernel(op: LocalOp, name: str) -> Callable[..., Any]:
 def find_last_reads(segment: Compute) -> list[list[str]]:
     """Return for each operator the names of the segment's values that may be freed after it."""
     # From the last operator backward: a value is needed if it is an output or a later operator reads it.
-    needed, made, found = set(segment.outputs), {op.out for op in segment.ops}, []
+    needed, written, last_reads = set(segment.outputs), {op.out for op in segment.ops}, []
     for op in reversed(segment.ops):
         here = dict.fromkeys((op.out, *op.reads))
-        found.append([name for name in here if name in made and name not in needed])
+        last_reads.append([name for name in here if name in written and name not in needed])
         needed.update(here)
-    return found[::-1]
+    return last_reads[::-1]
 
 
 def make_lookup(value: Any) -> Callable[[dict[str, Any]], Any]:

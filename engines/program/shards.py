@@ -79,11 +79,11 @@ class ShardIndex:
             if not value.axes:
                 # The rank holds all pixels, if there are any.
                 axes = (-2, -1) if len(shape) == 4 else ()
-                held = own = Tile.whole(*(shape[axis] for axis in axes))
+                held = owned = Tile.whole(*(shape[axis] for axis in axes))
             else:
                 axes, held = value.axes, builder.get_held_tiles(ref)[builder.rank]
-                own = builder.get_tiles(value.size_px)[builder.rank]
-            return Shard(name, shape, axes, held, own, images, self.modules.get(name.partition(".")[0], ""))
+                owned = builder.get_tiles(value.size_px)[builder.rank]
+            return Shard(name, shape, axes, held, owned, images, self.modules.get(name.partition(".")[0], ""))
         return None
 
     def find_step_shard(self, rank: int, place: StepLabel) -> Shard | None:
@@ -97,9 +97,9 @@ class ShardIndex:
         names = effects.makes
         if not names and place.step.phase is Phase.FORWARD:
             names = effects.reads  # all that is sent
-        found = [self.find_shard(rank, place.work.direction, place.work.stage, name) for name in names]
-        extents = [extent for extent in found if extent is not None]
-        return max(extents, key=lambda each: (bool(each.axes), math.prod(each.shape)), default=None)
+        shards = [self.find_shard(rank, place.work.direction, place.work.stage, name) for name in names]
+        extents = [extent for extent in shards if extent is not None]
+        return max(extents, key=lambda extent: (bool(extent.axes), math.prod(extent.shape)), default=None)
 
     def find_shards(self, micro_batch: int, name: str) -> Iterator[tuple[int, Shard]]:
         """Yield (rank, shard) of a micro-batch's value, by its own name or that of the module that makes it.
@@ -114,14 +114,14 @@ class ShardIndex:
             way = program.direction_programs[direction]
             for stage, items in way.stages.items():
                 ops = ((item, op) for item in items for op in item.local_ops)
-                found = [
+                outputs = [
                     op.out
                     for item, op in ops
                     if op.out in item.get_effects(Phase.FORWARD).makes
                     and (name == op.out or f"{op.module}.".startswith(f"{name}."))
                 ]
-                made = name if name in way.input_shards else found[-1] if found else None
-                if made and (extent := self.find_shard(rank, direction, stage, made)) is not None:
+                kept = name if name in way.input_shards else outputs[-1] if outputs else None
+                if kept and (extent := self.find_shard(rank, direction, stage, kept)) is not None:
                     yield rank, extent
 
 

@@ -85,34 +85,34 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
         for name, where in _locate_instructions(graph, way.stages)
     }
     kinds = {Phase.FORWARD: ActionKind.FORWARD, Phase.WEIGHTS: ActionKind.WEIGHTS}  # else BACKWARD
-    found: list[StepLabel] = []
+    labels: list[StepLabel] = []
     for step in program.steps:
         here = known.get(step.instruction.name)
         if step.phase is Phase.UPDATE or here is None:
             # A gradient sum starts after the last gradient in it. What comes before all others has no place yet.
-            after = step.phase is not Phase.UPDATE and found
-            found.append(replace(found[-1], step=step) if after else StepLabel(step))
+            after = step.phase is not Phase.UPDATE and labels
+            labels.append(replace(labels[-1], step=step) if after else StepLabel(step))
             continue
         stage, layer, modules = here
         kind = kinds.get(step.phase, ActionKind.BACKWARD)
         work = PipelineAction(kind, program.directions[step.micro_batch], stage, step.micro_batch)
-        found.append(StepLabel(step, work, layer, modules))
+        labels.append(StepLabel(step, work, layer, modules))
     # Labels are counted with the rank's first micro-batch.
-    first = next((label.work for label in found if label.work), None)
+    first = next((label.work for label in labels if label.work), None)
     return tuple(
-        label if label.work or label.step.phase is Phase.UPDATE else replace(label, work=first) for label in found
+        label if label.work or label.step.phase is Phase.UPDATE else replace(label, work=first) for label in labels
     )
 
 
 def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:
     """Return a description of each step of a program: the rank's role, the instruction, and its peers."""
     role, count = Layout.of(plan).describe_rank(program.rank), len(program.steps)
-    found = []
+    descriptions = []
     for number, (place, effects) in enumerate(zip(label_steps(graph, program), program.effects, strict=True), 1):
         others = ", ".join(map(str, sorted(_find_sync(place.step, effects, frozenset())[2] - {program.rank})))
         together = f", with {others}" if others else ""
-        found.append(f"{role}: {place.text}{together} (instruction {number} of {count})".encode())
-    return found
+        descriptions.append(f"{role}: {place.text}{together} (instruction {number} of {count})".encode())
+    return descriptions
 
 
 def find_block_end(found: tuple[StepLabel, ...], start: int, unit: str) -> int:
@@ -255,11 +255,11 @@ def _find_sync(step: Step, effects: Effects, everyone: frozenset[int]) -> tuple[
     if messages:
         # Messages that are posted travel by themselves. A rank that receives also waits for its own sends to complete.
         key = ("messages", messages.tag, here)
-        senders, receivers = ({each.peer for each in side} for side in (messages.receives, messages.sends))
+        senders, receivers = ({message.peer for message in side} for side in (messages.receives, messages.sends))
         waits = messages.waits and senders
         return key if messages.posts else (*key, "ends"), key, frozenset(senders | receivers if waits else ())
     # An all-reduce proceeds only while its ranks run it: one that waits for the end needs the others to wait, too.
-    waited = [each.group for each in effects.reductions if each.waits]
+    waited = [reduction.group for reduction in effects.reductions if reduction.waits]
     ends = bool(waited) or not effects.reductions
     key = (name, step.phase is Phase.FORWARD, ends, here)
     return key, key, everyone if effects.updates is not None else frozenset[int]().union(*waited)

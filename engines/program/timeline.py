@@ -212,7 +212,7 @@ def _align_clocks(per_rank: Sequence[Sequence[TimelineEvent]], clocks: Sequence[
         moments[clock] = min(end_s, moments.get(clock, end_s))
     shifts = {clock: moments[clocks[0]] - end_s for clock, end_s in moments.items()}
     return [
-        [each._replace(start_s=each.start_s + shifts[clock], end_s=each.end_s + shifts[clock]) for each in events]
+        [event._replace(start_s=event.start_s + shifts[clock], end_s=event.end_s + shifts[clock]) for event in events]
         for events, clock in zip(per_rank, clocks, strict=True)
     ]
 
@@ -227,13 +227,13 @@ all-reduces of gradients, norms and statistics. Waiting includes the travel time
 
 def compute_time_shares(timeline: Timeline) -> Mapping[str, float]:
     """Return the fractions of all ranks' time, by `SHARES`; they add up to 1."""
-    found = dict.fromkeys(SHARES, 0.0)
+    durations = dict.fromkeys(SHARES, 0.0)
     for event in timeline.events:
         kind = "compute" if event.kind in WORK else "sums" if event.kind == "all-reduce" else "messages"
-        found[kind] += event.busy_s
-        found[f"waiting for {'sums' if kind == 'sums' else 'messages'}"] += event.wait_s
+        durations[kind] += event.busy_s
+        durations[f"waiting for {'sums' if kind == 'sums' else 'messages'}"] += event.wait_s
     # Events do not cover all of a rank's time. What is missing is waiting, so that the shares add up to 1.
     whole = len(timeline.ranks) * timeline.seconds
-    parts = {kind: seconds / whole for kind, seconds in found.items()}
+    parts = {kind: seconds / whole for kind, seconds in durations.items()}
     parts["waiting for messages"] += max(0.0, 1 - sum(parts.values()))  # between instructions, or after the rank's end
     return parts

@@ -67,8 +67,8 @@ class GradientBucket:
         self.read.synchronize()
         grads = [weight.grad for weight in self.weights]
         with use_send_stream(self.device, self.where, [grad for grad in grads if grad is not None]):
-            for grad, own in zip(grads, self.sums, strict=True):
-                own.zero_() if grad is None else own.copy_(grad, non_blocking=True)
+            for grad, part in zip(grads, self.sums, strict=True):
+                part.zero_() if grad is None else part.copy_(grad, non_blocking=True)
             return record_event(self.device, self.where)
 
     def finish(self) -> None:
@@ -191,13 +191,13 @@ def update_buffers(
         most = max((len(rows) for _, rows in counted), default=0)
         for turn, number in product(sorted({entry.turn for entry in update.statistics}), range(most)):
             own_turn = ((entry, rows) for entry, rows in counted if entry.turn == turn)
-            for entry, own in ((entry, rows[number]) for entry, rows in own_turn if number < len(rows)):
+            for entry, row in ((entry, rows[number]) for entry, rows in own_turn if number < len(rows)):
                 momentum = entry.momentum
                 if entry.counter is not None:
                     # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).
                     seen[entry.counter] += new[entry.counter]
                     momentum = new[entry.counter] / seen[entry.counter]
-                mean, variance = compute_batch_statistics(own, entry.counts)
+                mean, variance = compute_batch_statistics(row, entry.counts)
                 unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
                 for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
                     buffer = buffers[name]
@@ -251,8 +251,8 @@ class BatchStats:
 
     def __call__(self, name: str) -> list[Tensor]:
         """Return the moments of one batch norm, for each micro-batch of the step."""
-        own = self._get_own(name)
+        moments = self._get_own(name)
         if name not in self._shared:
-            return list(own.values())
-        like = next(iter(own.values()))
+            return list(moments.values())
+        like = next(iter(moments.values()))
         return [row.view(like.shape) for row in self._shared[name]]

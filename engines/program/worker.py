@@ -82,15 +82,15 @@ class Worker:
         # ones in each step, share them.
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-        found = make_exchange_runners(exchanges, world, self.device, self._send_queue)
+        runners = make_exchange_runners(exchanges, world, self.device, self._send_queue)
         segments = {
             item.name: make_segment(item, owned, rooms)
             for way in program.direction_programs.values()
-            for rooms in [find_output_allocators(way, found)]
+            for rooms in [find_output_allocators(way, runners)]
             for item in way.forward
             if isinstance(item, Compute)
         }
-        self.runtime = Runtime(world, found, segments, keeps_graphs)
+        self.runtime = Runtime(world, runners, segments, keeps_graphs)
         self.restart({})
 
     def connect(self) -> None:
@@ -99,18 +99,22 @@ class Worker:
         Call before a step. Connections made before a failure are not reused. Raises RankError if ranks cannot be
         connected.
         """
-        found = self.world.collectives(self.device)
-        if found is self._collectives:
+        collectives = self.world.collectives(self.device)
+        if collectives is self._collectives:
             return
-        self._collectives = found
+        self._collectives = collectives
         connected: dict[str, GradientBucket | SharedGradientBucket] = {}
-        sums = {each for step in self.program.steps if found and isinstance(each := step.instruction, SumGradients)}
+        sums = {
+            instruction
+            for step in self.program.steps
+            if collectives and isinstance(instruction := step.instruction, SumGradients)
+        }
         order = OrderedStarter(len(sums))
         # In tag order on every rank: connecting is collective over each group. If rank 1 connected to {1, 2} first, and
         # rank 2 to {0, 2}, and rank 0 to {0, 1}, all three would wait for ever.
-        for number, bucket in enumerate(sorted(sums, key=lambda each: each.tag)):
-            group = found.connect_group(bucket.group, self.device)
-            added = partial(NcclAllReduce, group=group, number=number, order=order, check=found.check)
+        for number, bucket in enumerate(sorted(sums, key=lambda gradient_sum: gradient_sum.tag)):
+            group = collectives.connect_group(bucket.group, self.device)
+            added = partial(NcclAllReduce, group=group, number=number, order=order, check=collectives.check)
             connected[bucket.name] = GradientBucket(self.weights, bucket, self.world, added)
         self._sums = connected
 
@@ -164,8 +168,8 @@ class Worker:
     @property
     def loss(self) -> float | None:
         """The mean of the losses computed on this rank, or None if there is none."""
-        found = self.losses.values()
-        return sum(found) / len(found) if found else None
+        losses = self.losses.values()
+        return sum(losses) / len(losses) if losses else None
 
     def step(self) -> Step:
         """Run the next instruction and advance."""
@@ -230,7 +234,7 @@ class Worker:
     def _count(self, counting: CountLabels, phase: Phase) -> int:
         states = {number: self.micro_batch_states[number] for number in counting.program.directions}
         return self._count_labels(
-            counting, {number: each.fetch(each.values["labels"]) for number, each in states.items()}
+            counting, {number: state.fetch(state.values["labels"]) for number, state in states.items()}
         )
 
     def _sum_gradients(self, bucket: SumGradients, phase: Phase) -> int:
@@ -239,10 +243,10 @@ class Worker:
             return 0
         if bucket.name not in self._sums:
             self._sums[bucket.name] = self._make_bucket(self.weights, bucket, self.world)
-        own = self._sums[bucket.name]
+        gradients = self._sums[bucket.name]
         # Non-blocking: the sum proceeds during backward, driven by `SendQueue.poll` after each instruction.
-        self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
-        return own.total.sent_bytes
+        self._send_queue.add(self._send_queue.start_after(gradients.pack(), gradients.total.begin))
+        return gradients.total.sent_bytes
 
     def _reduce_batch_stats(self, share: ReduceBatchStats, phase: Phase) -> int:
         return self._batch_stats.reduce(share, self.world)

@@ -68,22 +68,22 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
         for name, tile in begins.strips:
             b.hold(replace(b.get_value(source), name=name), tile)
     # The borders, each from its strip.
-    made = [f"{node.name}.border{index}" for index in range(len(borders))]
-    for name, (strip, _), border in zip(made, b.strips[key], borders, strict=True):
+    names = [f"{node.name}.border{index}" for index in range(len(borders))]
+    for name, (strip, _), border in zip(names, b.strips[key], borders, strict=True):
         with b.restrict_node(Ref(strip), name, border):
             lower(b, replace(node, name=name))
     axes, places = b.get_value(begun).axes, tuple(_compute_range(border, out) for border in borders)
-    pieces = [Ref(name) for name in made]
+    pieces = [Ref(name) for name in names]
     b.add_local_op(node.name, "tile.completed", begun, pieces, places, axes, like=node.spec, axes=axes)
 
 
 def _find_interiors(b: Builder, source: Ref, borrowed: HaloRead, outputs: Mapping[int, Tile]) -> dict[int, Tile]:
     """Return, for each rank with a halo, the outputs that read only the rank's own pixels."""
-    size_px, rules, found = b.get_value(source).size_px, borrowed.read.rules, {}
-    for rank, own in b.get_tiles(size_px).items():
-        if not (compute_window(outputs[rank], rules) & Tile.whole(*size_px)).is_inside(own):
-            found[rank] = Tile(*map(compute_interior, outputs[rank], rules, own, size_px))
-    return found
+    size_px, rules, interiors = b.get_value(source).size_px, borrowed.read.rules, {}
+    for rank, tile in b.get_tiles(size_px).items():
+        if not (compute_window(outputs[rank], rules) & Tile.whole(*size_px)).is_inside(tile):
+            interiors[rank] = Tile(*map(compute_interior, outputs[rank], rules, tile, size_px))
+    return interiors
 
 
 def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
@@ -99,12 +99,12 @@ def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
     #   +------+-------+-------+
     #   |        below         |
     #   +----------------------+
-    found = (
+    borders = (
         Tile(*inner[:number], span, *out[number + 1 :])
         for number, (inside, whole) in enumerate(zip(inner, out, strict=True))
         for span in (Span(whole.start, inside.start), Span(inside.stop, whole.stop))
     )
-    return tuple(filter(None, found))
+    return tuple(filter(None, borders))
 
 
 def _start_exchange(
@@ -118,7 +118,8 @@ def _start_exchange(
     exchange = b.instructions.pop()
     del b.values[target.name]
     strips = tuple(
-        (f"{target.name}.strip{index}", compute_window(each, borrowed.read.rules)) for index, each in enumerate(borders)
+        (f"{target.name}.strip{index}", compute_window(border, borrowed.read.rules))
+        for index, border in enumerate(borders)
     )
     b.instructions.append(exchange.split(strips))
     return strips

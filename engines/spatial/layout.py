@@ -109,12 +109,12 @@ class Layout:
     @cached_property
     def roles(self) -> tuple[tuple[Role, ...], ...]:
         """The roles of each rank, in rank order."""
-        found: dict[int, list[Role]] = {}
+        roles: dict[int, list[Role]] = {}
         for pipe in self.pipes:
             for index, stage in enumerate(pipe.stages):
                 for tile, rank in enumerate(stage.ranks):
-                    found.setdefault(rank, []).append(Role(index, tile, pipe.direction, pipe.replica))
-        return tuple(tuple(found[rank]) for rank in sorted(found))
+                    roles.setdefault(rank, []).append(Role(index, tile, pipe.direction, pipe.replica))
+        return tuple(tuple(roles[rank]) for rank in sorted(roles))
 
     def describe_role(self, role: Role) -> str:
         """Describe a role in words, without its replica.
@@ -142,8 +142,8 @@ class Layout:
         # Cached: the compiler asks for the same stages again and again.
         key = tuple(stages)
         if key not in self._groups:
-            found = {rank for stage in key for pipe in self.pipes for rank in pipe.stages[stage].ranks}
-            self._groups[key] = tuple(sorted(found))
+            ranks = {rank for stage in key for pipe in self.pipes for rank in pipe.stages[stage].ranks}
+            self._groups[key] = tuple(sorted(ranks))
         return self._groups[key]
 
     @cached_property

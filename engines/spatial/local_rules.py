@@ -231,7 +231,7 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
         for axis, size in zip(axes, image.size_px, strict=True):
             shape[axis] = size
         types = [get_spec(b, name) for name in node.reads]
-        spec = TensorSpec(tuple(shape), next((each.dtype for each in types if each.is_floating), image.spec.dtype))
+        spec = TensorSpec(tuple(shape), next((read.dtype for read in types if read.is_floating), image.spec.dtype))
     return b.add_local_op(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
 
 
@@ -280,8 +280,8 @@ def all_gather_lines(b: Builder, node: Node, source: Ref, axis: int, lines: Span
     if wanted.pixels > WHOLE_PX:
         raise make_gather_error(node, f"takes {_format_sizes(wanted.shape)} pixels out of {source.name}")
     # Every rank wants the same lines, wherever its own tile lies.
-    found = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
-    return b.pad_window(Window(found.name, b.get_held_tiles(found)[b.rank], wanted, 0.0))
+    gathered = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
+    return b.pad_window(Window(gathered.name, b.get_held_tiles(gathered)[b.rank], wanted, 0.0))
 
 
 def _format_sizes(sizes: Sequence[int]) -> str:

@@ -109,10 +109,10 @@ def sample_at(
     """Return the part at `place` of what the operator `name` draws."""
     # Box and Muller's law takes two numbers for each position, hence two streams for each draw of the model.
     streams = iter((2 * number, 2 * number + 1))
-    made = _LAWS[name](lambda: sample_uniform(seed, next(streams), place, device), arguments)
+    drawn = _LAWS[name](lambda: sample_uniform(seed, next(streams), place, device), arguments)
     if dtype.is_floating_point and torch.finfo(dtype).bits < 64 and name in ("rand", "rand_like", "uniform"):
-        return made.sub_(made.remainder(torch.finfo(dtype).eps)).to(dtype)  # rounded down, so that 1 is never drawn
-    return made.to(dtype)
+        return drawn.sub_(drawn.remainder(torch.finfo(dtype).eps)).to(dtype)  # rounded down, so that 1 is never drawn
+    return drawn.to(dtype)
 
 
 @register_kernel("tile.dropout")
@@ -238,9 +238,9 @@ class CounterRNGMode(TorchDispatchMode):
             noise.copy_(_compute_slopes(x, drawn, lower, upper))  # ATen's backward reads the slopes there
             self.number += 1
             return x.mul_(noise) if name.endswith("_") else x * noise
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if law not in _LAWS:
-            return made
+            return output
         schema = func._schema.arguments
         arguments = {s.name: s.default_value for s in schema}  # ATen omits default arguments
         arguments |= {s.name: value for s, value in zip(schema, args, strict=False)} | (kwargs or {})
@@ -248,7 +248,8 @@ class CounterRNGMode(TorchDispatchMode):
         if func._schema.name == "aten::bernoulli" and "p" not in given:
             given["p"] = args[0]
         drawn = self._draw(
-            made.shape, lambda seed, place: sample_at(seed, self.number, place, made.device, law, made.dtype, **given)
+            output.shape,
+            lambda seed, place: sample_at(seed, self.number, place, output.device, law, output.dtype, **given),
         )
         self.number += 1
-        return made.copy_(drawn) if name.endswith("_") else drawn
+        return output.copy_(drawn) if name.endswith("_") else drawn

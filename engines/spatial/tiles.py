@@ -124,7 +124,7 @@ class Tile(tuple[Span, ...]):
 
     def replace_span(self, number: int, span: Span) -> Tile:
         """Return the tile with another span along its sharded axis `number`."""
-        return Tile(*(span if index == number else each for index, each in enumerate(self)))
+        return Tile(*(span if index == number else other for index, other in enumerate(self)))
 
 
 class Plane(NamedTuple):
@@ -279,6 +279,6 @@ def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tupl
     return tuple(
         Move(source, target, overlap)
         for target, want in wanted.items()
-        for source, own in owned.items()
-        if (overlap := want & own)
+        for source, tile in owned.items()
+        if (overlap := want & tile)
     )

@@ -227,11 +227,11 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
     held: dict[str, Tiles] = {}
     requests: dict[tuple[int, str], list[tuple[Tiles, float]]] = defaultdict(list)
     for read in reversed(list(reads)):  # backwards: `held` of a node must cover its readers before its own reads follow
-        whole, own = extent(read.value)
+        whole, owned = extent(read.value)
         outputs = held.get(read.node) or extent(read.node)[1]
         wanted = {rank: compute_window(tile, read.rules) for rank, tile in outputs.items()}
         if groups.get(read.value) == groups[read.node]:
-            held[read.value] = _compute_hulls([held.get(read.value, own), wanted], whole)
+            held[read.value] = _compute_hulls([held.get(read.value, owned), wanted], whole)
         else:
             requests[groups[read.node], read.value].append((wanted, read.fill))
     fetched = {
@@ -281,9 +281,9 @@ class HaloCost:
         # More layers in a group: fewer exchanges, and a wider rim that neighbours compute as well.
         added: dict[int, float] = {}
         for node, tiles in wide.held.items():
-            whole, own = extent(node)
+            whole, owned = extent(node)
             for rank, tile in tiles.items():
-                more = work[node].flops * (tile.pixels - own[rank].pixels) / whole.pixels
+                more = work[node].flops * (tile.pixels - owned[rank].pixels) / whole.pixels
                 added[rank] = added.get(rank, 0.0) + 3 * more / self.flops_per_s
         for (_, value), wanted in wide.fetched.items():
             travelling = [move for move in compute_moves(extent(value)[1], wanted) if move.source != move.target]
@@ -311,8 +311,8 @@ def group_cheapest(
         reads_of[layer_of[read.node]].append(read)
 
     def estimate_group(start: int, end: int) -> float:
-        inside = [read for found in reads_of[start:end] for read in found]
-        nodes = dict.fromkeys((node for found in layers[start:end] for node in found), 0)
+        inside = [read for layer_reads in reads_of[start:end] for read in layer_reads]
+        nodes = dict.fromkeys((node for layer in layers[start:end] for node in layer), 0)
         return cost.estimate_seconds(extend_tiles(inside, nodes, extent), extent, work)
 
     # best[end]: the first `end` layers, as (seconds, size of each group).

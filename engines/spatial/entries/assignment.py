@@ -53,8 +53,8 @@ def assign(b: Builder, node: Node) -> None:
             node, "writes a part whose rows and columns are other axes than those of the whole", axes
         )
     else:
-        own = _align(b, node, a["self"], axes), _align(b, node, part, part_axes)
-        apply_locally(b, node, axes, self=own[0], src=own[1])
+        aligned = _align(b, node, a["self"], axes), _align(b, node, part, part_axes)
+        apply_locally(b, node, axes, self=aligned[0], src=aligned[1])
 
 
 def _align(b: Builder, node: Node, ref: Ref, axes: Axes) -> Ref:
@@ -113,16 +113,16 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
             raise make_gather_error(node, "writes rows and columns that are other axes than those of the whole", axes)
         # Across the lines, the part has the pixels of the whole, or a single one, which is broadcast.
         pairs = zip(spec.get_sizes(axes), size_px, strict=True)
-        rules: list[SpanRule] = [Shift(0) if own == size else TableWindow(((0,),) * size) for own, size in pairs]
+        rules: list[SpanRule] = [Shift(0) if pixels == size else TableWindow(((0,),) * size) for pixels, size in pairs]
         rules[place] = TableWindow(tuple((line,) for line in table))
         window = b.read_window(part, size_px, *rules)
         part, begins = b.pad_window(window), window.wanted[place].start
     else:
-        across = {axis: each for axis, each in zip(axes, out, strict=True) if axis != dim and len(spec.shape) >= -axis}
-        if cuts := {axis: (each.start, each.stop) for axis, each in across.items() if spec.shape[axis] > len(each)}:
+        across = {axis: cut for axis, cut in zip(axes, out, strict=True) if axis != dim and len(spec.shape) >= -axis}
+        if cuts := {axis: (cut.start, cut.stop) for axis, cut in across.items() if spec.shape[axis] > len(cut)}:
             part = b.add_local_op(f"{node.name}.own", "tile.cut", part, tuple(cuts), tuple(cuts.values()), like=spec)
-    whole, own = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
-    lines, written = [table[number] - begins for number in own], [number in line_of for number in own]
+    whole, owned = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
+    lines, written = [table[number] - begins for number in owned], [number in line_of for number in owned]
     b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.spec, axes=axes)
 
 
@@ -174,8 +174,8 @@ def lower_random(b: Builder, node: Node) -> None:
         return
     place = get_local_ranges(b, node.spec, axes)
     if b.is_batch_sharded(Ref(node.name)):  # this rank's images of all those that the ranks share
-        own = node.spec.shape[0]
-        place[0] = (own * b.stage.shares, own * b.tile, own * (b.tile + 1))
+        images = node.spec.shape[0]
+        place[0] = (images * b.stage.shares, images * b.tile, images * (b.tile + 1))
     if not {"train", "training"} & set(a):
         settings = {name: a[name] for name in SETTINGS if name in a}
         if node.operator == "aten.bernoulli.default":

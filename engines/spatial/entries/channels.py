@@ -33,10 +33,10 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
     """
     count = len(b.get_value(ref).spec.shape)
     given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
-    found = [dim % count for dim in given]
-    if not found or not set(found).isdisjoint(get_sharded_dims(b, ref)):
+    axes = [dim % count for dim in given]
+    if not axes or not set(axes).isdisjoint(get_sharded_dims(b, ref)):
         raise make_gather_error(node, f"works along a spatial axis (dim={dims})")
-    return found
+    return axes
 
 
 def check_only_first_tiled(b: Builder, node: Node) -> Ref:
@@ -79,13 +79,13 @@ def reorder_pixels(b: Builder, node: Node) -> None:
     source = check_only_first_tiled(b, node)
     value, sharded = b.get_value(source), get_sharded_dims(b, source)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
-    found = [dim % len(value.spec.shape) for dim in ([dims] if isinstance(dims, int) else dims or ())]
-    if not found or not set(found) <= set(sharded):
+    axes = [dim % len(value.spec.shape) for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    if not axes or not set(axes) <= set(sharded):
         lower_per_pixel(b, node)
         return
     # The operator is applied to the pixels' numbers along one axis at a time.
     pixels = {axis: torch.arange(size) for axis, size in zip(sharded, value.size_px, strict=True)}
-    for number, axis in enumerate(found):
+    for number, axis in enumerate(axes):
         if node.operator == "aten.flip.default":
             pixels[axis] = pixels[axis].flip(0)
         elif node.operator == "aten.roll.default":

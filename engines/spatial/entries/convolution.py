@@ -45,9 +45,9 @@ def fold_padding(
     """
     padding, out = tuple(before for before, _ in window.margins), b.get_output_tiles(out_px)[b.rank].shape
     for size_px, pad_px, rule, wanted in zip(window.held.shape, padding, rules, out, strict=True):
-        found = (size_px + 2 * pad_px - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
+        outputs = (size_px + 2 * pad_px - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
         # Pools refuse a padding of more than half the kernel.
-        if not 0 <= pad_px <= rule.kernel // 2 * rule.dilation or found != wanted:
+        if not 0 <= pad_px <= rule.kernel // 2 * rule.dilation or outputs != wanted:
             return b.pad_window(window), (0,) * len(padding)
     return Ref(window.name), padding
 
@@ -184,9 +184,9 @@ def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border
     `reads` are the pixels of each row and each column of outputs; those in the image with its border count.
     """
     source = node.arguments["self"]
-    size_px, own = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
+    size_px, tile = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
     cells = []
-    for axis, span in zip(reads, own, strict=True):  # the part of each in this tile, may be empty
+    for axis, span in zip(reads, tile, strict=True):  # the part of each in this tile, may be empty
         parts = [read & span for read in axis]
         cells.append(tuple((part.start - span.start, part.stop - span.start) if part else (0, 0) for part in parts))
     sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.spec.sums)
@@ -296,8 +296,8 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
         settings = (tile.rows.start, tile.cols.start), width_px
         dims = [len(like.shape) - 2, len(like.shape) - 1]
         how = "tile.first_maximum", dims, *settings
-        found = all_gather_partials(b, node, source, *how, dtype="float64", lead=(2,))
-        b.add_local_op(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
+        partials = all_gather_partials(b, node, source, *how, dtype="float64", lead=(2,))
+        b.add_local_op(node.name, "tile.first_of_all", partials, getattr(torch, value.spec.dtype), like=like)
         return
     x, wanted, rows, cols = fetch_cells(b, source, out_px)
     corner = (wanted.rows.start, wanted.cols.start)
@@ -324,8 +324,8 @@ def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], widt
     nowhere = height * width
     # Values of other tiles go to one extra element, which is cropped: the scatter needs no dynamic shape.
     flat = torch.where(inside, row * width + col, nowhere).flatten(-2)
-    made = x.new_zeros((*x.shape[:-2], nowhere + 1)).scatter(-1, flat, x.flatten(-2))
-    return made[..., :nowhere].unflatten(-1, (height, width))
+    pixels = x.new_zeros((*x.shape[:-2], nowhere + 1)).scatter(-1, flat, x.flatten(-2))
+    return pixels[..., :nowhere].unflatten(-1, (height, width))
 
 
 @register_rule("aten.max_unpool2d.default", images=("self", "indices"))

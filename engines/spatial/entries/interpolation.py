@@ -33,15 +33,15 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
     places = torch.arange(size_px)
     answers = resample((places % spacing == torch.arange(min(spacing, size_px))[:, None]).double()).T.tolist()
     middles = resample(places[None].double())[0].tolist()
-    found = []
+    taps = []
     for row, middle in zip(answers, middles, strict=True):
         near = [
             (start + spacing * round((middle - start) / spacing), weight) for start, weight in enumerate(row) if weight
         ]
         # An output without weights still reads an input, since a window must not be empty.
-        found.append(near or [(min(max(round(middle), 0), size_px - 1), 0.0)])
-    most = max(len(near) for near in found)
-    filled = [near + [(near[0][0], 0.0)] * (most - len(near)) for near in found]
+        taps.append(near or [(min(max(round(middle), 0), size_px - 1), 0.0)])
+    most = max(len(near) for near in taps)
+    filled = [near + [(near[0][0], 0.0)] * (most - len(near)) for near in taps]
     return Taps(*(tuple(tuple(pair[part] for pair in near) for near in filled) for part in (0, 1)))
 
 

@@ -225,8 +225,8 @@ def rms_norm(b: Builder, node: Node) -> None:
         apply_locally(b, node, value.axes)
         return
     like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.sums.dtype)
-    own = b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
-    total, x = b.all_reduce(own), b.align_to_output(source)
+    squares = b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
+    total, x = b.all_reduce(squares), b.align_to_output(source)
     whole, settings = f"{node.name}.normalised", (value.spec.numel // like.numel, node.arguments["eps"])
     b.add_local_op(whole, "tile.by_root_mean_square", x, total, *settings, like=node.spec, axes=value.axes)
     _scale_and_shift(b, node, whole, get_local_shape(b, node.spec, value.axes), value.axes)
@@ -300,8 +300,8 @@ def batch_norm(b: Builder, node: Node) -> None:
             raise make_unsupported_error(
                 node, f"has momentum=None, but there is no {to_user_name(counter)} to count its batches"
             )
-        own = b.local_stats_ranks, counter
-        entry = RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), *own, whole=bool(ranks))
+        averaging = b.local_stats_ranks, counter
+        entry = RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), *averaging, whole=bool(ranks))
         _add_statistics(b, node, entry)
 
 

@@ -59,8 +59,8 @@ def all_gather_partials(
     shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
     like = TensorSpec((*lead, *shape), dtype)
     x = b.crop_to_own(ref)
-    own = b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
-    return _sum_placed(b, node, own) if b.tile_by_tile else b.all_gather(own)
+    partial = b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
+    return _sum_placed(b, node, partial) if b.tile_by_tile else b.all_gather(partial)
 
 
 def _sum_placed(b: Builder, node: Node, own: Ref) -> Ref:
@@ -79,12 +79,12 @@ def _sum_placed(b: Builder, node: Node, own: Ref) -> Ref:
 @register_kernel("tile.place")
 def place_tile(x: Tensor, shape: Sequence[int], axes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return a tensor of `shape` that holds `x` in `spans` of its `axes`, and zeros elsewhere."""
-    made = x.new_zeros(shape)
-    part = made
+    whole = x.new_zeros(shape)
+    part = whole
     for axis, (start, stop) in zip(axes, spans, strict=True):
         part = part.narrow(axis, start, stop - start)
     part.copy_(x)
-    return made
+    return whole
 
 
 _NONE, _MEAN = 0, 1
@@ -96,9 +96,9 @@ def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: 
 
 
 def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> Ref:
-    like, own = node.spec.sums, b.crop_to_own(ref)
+    like, pixels = node.spec.sums, b.crop_to_own(ref)
     settings = list(dims), keepdim, getattr(torch, like.dtype)
-    return b.all_reduce(b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", own, *settings, like=like))
+    return b.all_reduce(b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", pixels, *settings, like=like))
 
 
 def _finish_sum(b: Builder, node: Node, ref: Ref, total: Ref, numel: int | None) -> None:
@@ -179,8 +179,8 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
     kernel, settings = "tile.nll_sums", [a["weight"], a["ignore_index"]]
     if node.operator == "aten.cross_entropy_loss.default":
         kernel, settings = "tile.cross_entropy_sums", [*settings, a["label_smoothing"]]
-    own, like = map(b.crop_to_own, pair.values()), replace(node.spec, shape=(2,))
-    sums = b.add_local_op(f"{node.name}.sums", kernel, *own, *settings, like=like)
+    cropped, like = map(b.crop_to_own, pair.values()), replace(node.spec, shape=(2,))
+    sums = b.add_local_op(f"{node.name}.sums", kernel, *cropped, *settings, like=like)
     b.add_local_op(node.name, "tile.total_loss", b.all_reduce(sums), a["reduction"] == _MEAN, like=node.spec)
 
 
@@ -201,11 +201,11 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     shape = torch.broadcast_shapes(*shapes)
     spec, reduction = replace(node.spec, shape=tuple(shape)), node.arguments["reduction"]
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
-    each = apply_locally(b, pixels, b.get_value(source).axes, **{**parts, "reduction": _NONE})
+    losses = apply_locally(b, pixels, b.get_value(source).axes, **{**parts, "reduction": _NONE})
     if reduction == _NONE:
-        b.add_local_op(node.name, "aten.alias.default", each, like=spec, axes=b.get_value(source).axes)
+        b.add_local_op(node.name, "aten.alias.default", losses, like=spec, axes=b.get_value(source).axes)
         return
-    total = _sum(b, node, each, range(len(shape)), keepdim=False)
+    total = _sum(b, node, losses, range(len(shape)), keepdim=False)
     _finish_sum(b, node, source, total, spec.numel if reduction == _MEAN else None)
 
 
@@ -226,8 +226,10 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 def lower_count_labels(b: Builder, node: Node) -> None:
     """Count the rank's own labels, and sum the counts over the ranks of the stage."""
     target, weight, ignore_index = node.arguments.values()
-    own = b.add_local_op(f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec)
-    b.add_local_op(node.name, "aten.alias.default", b.all_reduce(own), like=node.spec)
+    count = b.add_local_op(
+        f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec
+    )
+    b.add_local_op(node.name, "aten.alias.default", b.all_reduce(count), like=node.spec)
 
 
 # Other reductions over space: every tile reduces its own pixels, and the results are reduced again.
@@ -305,9 +307,9 @@ def lower_minmax(b: Builder, node: Node) -> None:
 
 def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
     wide = "float64" if b.get_value(source).spec.is_floating else "int64"
-    found = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype=wide, lead=(2,))
+    partials = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype=wide, lead=(2,))
     dtype = getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.largest", found, dims, sign, node.spec.shape, dtype, like=node.spec)
+    b.add_local_op(node.name, "tile.largest", partials, dims, sign, node.spec.shape, dtype, like=node.spec)
 
 
 @register_kernel("tile.reduced")
@@ -315,8 +317,8 @@ def reduce_dims(
     x: Tensor, dims: list[int], operator: str, settings: Sequence[Any], shape: Sequence[int] | None = None
 ) -> Tensor:
     """Reduce along `dims`, keeping each with size 1, or return the result in the whole result's `shape`."""
-    made = get_operator(operator)(x, *settings, dims, True)
-    return made if shape is None else made.view(shape)
+    reduced = get_operator(operator)(x, *settings, dims, True)
+    return reduced if shape is None else reduced.view(shape)
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -352,13 +354,13 @@ def reduce_twice(b: Builder, node: Node) -> None:
         spec = replace(spec, dtype=str(kind).removeprefix("torch."))
         x = b.add_local_op(f"{node.name}.cast", "aten.to.dtype", x, kind, like=spec, axes=value.axes)
     if math.isinf(order):
-        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=spec, axes=value.axes)
-        _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
+        magnitudes = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=spec, axes=value.axes)
+        _reduce_minmax(b, node, magnitudes, dims, 1 if order > 0 else -1)
     elif order <= 0:
         raise make_gather_error(node, f"is of order {order}")
     else:
         exponential = "logsumexp" in node.operator
         how = dims, node.operator, () if exponential else (order,)
         first = ("tile.logsumexp", dims) if exponential else ("tile.reduced", *how)
-        found = all_gather_partials(b, node, x, *first, dtype=node.spec.dtype)
-        b.add_local_op(node.name, "tile.reduced", found, *how, node.spec.shape, like=node.spec)
+        partials = all_gather_partials(b, node, x, *first, dtype=node.spec.dtype)
+        b.add_local_op(node.name, "tile.reduced", partials, *how, node.spec.shape, like=node.spec)

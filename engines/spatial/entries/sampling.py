@@ -53,17 +53,17 @@ def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
     """Fetch the window that each tile of outputs reads, and compute the weighted sums: taps for each sharded axis."""
     axes = b.get_value(ref).axes
     out_px = node.spec.get_sizes(axes)
-    window = b.read_window(ref, out_px, *(TableWindow(each.inputs) for each in taps))
+    window = b.read_window(ref, out_px, *(TableWindow(axis_taps.inputs) for axis_taps in taps))
     places = zip(taps, b.get_output_tiles(out_px)[b.rank], window.held, strict=True)
-    own = tuple(each.select_outputs(out, held) for each, out, held in places)
-    b.add_local_op(node.name, "tile.resample", Ref(window.name), own, axes, like=node.spec, axes=axes)
+    selected = tuple(axis_taps.select_outputs(out, held) for axis_taps, out, held in places)
+    b.add_local_op(node.name, "tile.resample", Ref(window.name), selected, axes, like=node.spec, axes=axes)
 
 
 @register_kernel("tile.resample")
 def resample_tile(x: Tensor, taps: Sequence[TapLists], axes: Axes) -> Tensor:
     """Resample along the last of `axes` first, that of columns, as ATen does."""
     # Copies of whole numbers stay whole: float32 rounds those above 2 ** 24. Floating copies are summed in backward.
-    whole = not x.is_floating_point() and all(_is_copy(*each) for each in taps)
+    whole = not x.is_floating_point() and all(_is_copy(*axis_taps) for axis_taps in taps)
     wide = x if whole else x.to(get_sum_type(x))
     for axis, (inputs, weights) in reversed(list(zip(axes, taps, strict=True))):
         wide = _sum_taps(wide, axis, inputs, weights)
@@ -111,8 +111,8 @@ def pixel_shuffle(b: Builder, node: Node) -> None:
     out_px = node.spec.shape[-2:]
     rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
     window = b.read_window(node.arguments["self"], out_px, *rules)
-    made = compute_window(window.held, [SlidingWindow(factor, factor)] * 2)
-    margins = Window(f"{node.name}.wide", made, b.get_output_tiles(out_px)[b.rank], 0.0).margins
+    shuffled = compute_window(window.held, [SlidingWindow(factor, factor)] * 2)
+    margins = Window(f"{node.name}.wide", shuffled, b.get_output_tiles(out_px)[b.rank], 0.0).margins
     wide = b.add_local_op(f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=(-2, -1))
     b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=(-2, -1))
 
@@ -135,10 +135,10 @@ def grid_sampler(b: Builder, node: Node) -> None:
         )
     spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
     if b.is_tiled(grid):
-        own = b.align_to_output(grid)
+        places = b.align_to_output(grid)
     else:
-        own = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
-    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
+        places = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=places)
 
 
 # Other shapes for the same values: rows and columns stay whole axes, the others are split, merged or repeated.
@@ -154,16 +154,16 @@ def reshape(b: Builder, node: Node) -> None:
     if not b.is_tiled(source):
         raise make_gather_error(node, "takes its shape from an image")
     shape = b.get_value(source).spec.shape
-    found = [_find_unchanged_axes(shape, node.spec.shape, axis) for axis in get_sharded_dims(b, source)]
-    choices = [chosen for chosen in product(*found) if len(set(chosen)) == len(chosen)]
+    candidates = [_find_unchanged_axes(shape, node.spec.shape, axis) for axis in get_sharded_dims(b, source)]
+    choices = [chosen for chosen in product(*candidates) if len(set(chosen)) == len(chosen)]
     if not choices:
         raise make_gather_error(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
     count = len(node.spec.shape)
     # Axes of size 1 leave a choice: prefer the last axes in order, where rules for images expect rows and columns.
-    last = tuple(range(count - len(found), count))
+    last = tuple(range(count - len(candidates), count))
     axes = tuple(axis - count for axis in max(choices, key=lambda chosen: (chosen == last, chosen)))
-    x, own = b.align_to_output(source), get_local_shape(b, node.spec, axes)
-    b.add_local_op(node.name, "aten.reshape.default", x, own, like=node.spec, axes=axes)
+    x, local_shape = b.align_to_output(source), get_local_shape(b, node.spec, axes)
+    b.add_local_op(node.name, "aten.reshape.default", x, local_shape, like=node.spec, axes=axes)
 
 
 def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) -> list[int]:
@@ -185,8 +185,8 @@ def expand(b: Builder, node: Node) -> None:
     whole = get_spec(b, source.name).shape
     if b.is_tiled(source) and any(whole[axis] != node.spec.shape[axis] for axis in axes):
         raise make_gather_error(node, "repeats rows or columns")
-    own = get_local_shape(b, node.spec, axes)
-    b.add_local_op(node.name, "aten.expand.default", source, own, like=node.spec, axes=axes)
+    local_shape = get_local_shape(b, node.spec, axes)
+    b.add_local_op(node.name, "aten.expand.default", source, local_shape, like=node.spec, axes=axes)
 
 
 @register_rule("aten.repeat.default", "aten.tile.default", images=("self",))
