@@ -180,11 +180,11 @@ class LossError(RankError):
     def with_cause(self, cause: str) -> LossError:
         """Return the same error with another cause, found by more ranks."""
         head, _, _ = str(self).partition(_UNCHANGED)
-        found = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)
+        error = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)
         # A new exception does not inherit the notes of the old one.
         for note in getattr(self, "__notes__", ()):
-            found.add_note(note)
-        return found
+            error.add_note(note)
+        return error
 
 
 _UNCHANGED = "No weight was changed."
@@ -273,7 +273,7 @@ def iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """
     seen: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and all(link is not each for each in seen):
+    while link is not None and all(link is not exception for exception in seen):
         yield link
         seen.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

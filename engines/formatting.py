@@ -81,7 +81,7 @@ def format_shares(shares: Mapping[str, float]) -> str:
     >>> format_shares({"halo": 0.004, "compute": 0.904, "stage": 0.0})
     '90% compute, under 1% halo'
     """
-    large = sorted(((share, kind) for kind, share in shares.items() if share), key=lambda each: -each[0])
+    large = sorted(((share, kind) for kind, share in shares.items() if share), key=lambda part: -part[0])
     return ", ".join(f"{format_percent(share)} {kind}" for share, kind in large)
 
 
@@ -111,7 +111,7 @@ def describe_unknown(problem: str, asked: object, known: Iterable[str], remedy: 
     names = list(dict.fromkeys(known))
     # Of a module `blocks.0.conv`, `blocks` and `blocks.0` are names, too.
     parts = [name.split(".") for name in names]
-    within = dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1))
+    within = dict.fromkeys(".".join(path[:end]) for path in parts for end in range(1, len(path) + 1))
     near = get_close_matches(str(asked), within, n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     if not remedy and len(names) <= _LISTED:

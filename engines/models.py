@@ -269,7 +269,7 @@ class Cell(nn.Module):
         enter_skip = FactorizedReduction if skip_is_larger else make_relu_conv_norm
         self.enter_skip = enter_skip(skip_channels, channels)
         self.sums = nn.ModuleList(
-            Sum(*(genotype.make_operation(*each, channels) for each in pair)) for pair in genotype.sums
+            Sum(*(genotype.make_operation(*term, channels) for term in pair)) for pair in genotype.sums
         )
 
     def forward(self, state: State) -> State:

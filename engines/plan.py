@@ -193,8 +193,8 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check_value(each.name, each.metadata["option"], getattr(self, each.name), each.default)
+        for knob in fields(self):
+            _check_value(knob.name, knob.metadata["option"], getattr(self, knob.name), knob.default)
         if self.spatial_size > self.split_size:
             raise PlanError(
                 f"spatial_size={self.spatial_size} asks for more spatial stages than the split_size="
@@ -294,7 +294,7 @@ class Plan:
         >>> Plan(split_size=2, parts=4).chosen
         {'parts': 4}
         """
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        return {knob.name: value for knob in fields(self) if (value := getattr(self, knob.name)) != knob.default}
 
     @property
     def rule(self) -> ScheduleRule:
@@ -319,14 +319,14 @@ class Plan:
         return format_html_table("Plan", {"layout": self.summary, "ranks": self.ranks, **chosen, **rest})
 
 
-OPTIONS: Mapping[str, PlanOption] = {each.name: each.metadata["option"] for each in fields(Plan)}
+OPTIONS: Mapping[str, PlanOption] = {knob.name: knob.metadata["option"] for knob in fields(Plan)}
 """What is known of each field, by its name."""
 
 
 # `help(Plan)` lists each field with its default, its meaning, and how its results differ from the default's.
 _LINES = "\n".join(
-    f"    {each.name}={each.default!r}: {option.help}" + (f" ({option.results})" if option.results else "")
-    for each, option in zip(fields(Plan), OPTIONS.values(), strict=True)
+    f"    {knob.name}={knob.default!r}: {option.help}" + (f" ({option.results})" if option.results else "")
+    for knob, option in zip(fields(Plan), OPTIONS.values(), strict=True)
 )
 Plan.__doc__ = f"{Plan.__doc__}\n    Fields:\n\n{_LINES}\n    "
 
@@ -359,7 +359,7 @@ def make_grid(method: str, tiles: int | None) -> Grid:
     side = math.isqrt(count)
     if side * side != count:
         # Of all grids of as many tiles, the one whose sides are closest: 2x3 of 6, 1x5 of 5.
-        rows = max(each for each in range(1, side + 1) if count % each == 0)
+        rows = max(divisor for divisor in range(1, side + 1) if count % divisor == 0)
         raise PlanError(
             f"num_spatial_parts={count} is no square number, which slice_method='square' needs. "
             f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{rows}x{count // rows}'."

@@ -193,8 +193,8 @@ def restain(image: NDArray[np.uint8], factors: Sequence[float], added: Sequence[
     mix = np.asarray(hed_from_rgb @ np.diag(factors) @ rgb_from_hed, np.float32)
     more = np.asarray(_STEPS * np.asarray(added) @ rgb_from_hed, np.float32)
     red, green, blue = _DENSITY[image]
-    made = np.empty_like(image)
+    restained = np.empty_like(image)
     for colour in range(3):
         density = red * mix[0, colour] + green * mix[1, colour] + blue * mix[2, colour] + more[colour]
-        made[colour] = _BYTE[np.rint(density).clip(0, len(_BYTE) - 1).astype(np.int32)]
-    return made
+        restained[colour] = _BYTE[np.rint(density).clip(0, len(_BYTE) - 1).astype(np.int32)]
+    return restained

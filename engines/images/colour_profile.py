@@ -105,15 +105,15 @@ def find_effect(profile: bytes | None, mode: str) -> ProfileEffect | None:
 
 def _examine(profile: bytes, mode: str) -> ProfileEffect | None:
     try:
-        found = ImageCms.ImageCmsProfile(BytesIO(profile))
-        if found.profile.xcolor_space.strip() != _SPACES[mode]:
+        source = ImageCms.ImageCmsProfile(BytesIO(profile))
+        if source.profile.xcolor_space.strip() != _SPACES[mode]:
             return None
         transform = ImageCms.buildTransform(
-            found, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC
+            source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC
         )
     except (ImageCms.PyCMSError, OSError, TypeError, ValueError):
         return None
-    name = " ".join(str(found.profile.profile_description or "without a name").split())[:80]
+    name = " ".join(str(source.profile.profile_description or "without a name").split())[:80]
     if mode == "CMYK":
         return ProfileEffect(name, True, transform)
     stored = _make_colours(1 if mode == "L" else 3)

@@ -94,16 +94,16 @@ def parse_image_size(size: object) -> tuple[int, int]:
     """
     try:
         height, width = size  # type: ignore[misc]
-        found = to_int(height), to_int(width)
+        sides = to_int(height), to_int(width)
     except (TypeError, ValueError):
-        found = 0, 0
-    if min(found) < 1:
+        sides = 0, 0
+    if min(sides) < 1:
         remedy = f"size=({size}, {size})" if isinstance(size, int) and size > 0 else "size=(32, 48)"
         raise ImageError(
             f"size={size!r} must be (height, width), two whole numbers of pixels, to which all images are brought: "
             f"such as {remedy}."
         )
-    return found
+    return sides
 
 
 def check_channels(images: LabelledImages, channels: int) -> None:
@@ -137,7 +137,7 @@ def find_ignored_label(graph: ModelGraph) -> int | None:
     """
     shape = graph.specs[graph.prediction].shape
     classes = range(max(2, shape[1] if len(shape) > 1 else 2))
-    found = {numbers.ignored for numbers in find_label_specs(graph)}
+    ignored = {numbers.ignored for numbers in find_label_specs(graph)}
     # A loss may also compute its mask itself: `labels != 255`, or `labels >= 0`. An equality names the number, unless
     # it is a class. An inequality leaves out `IGNORED` if that is on another side of the bound than class 0.
     labels = find_unchanged_labels(graph)
@@ -147,10 +147,10 @@ def find_ignored_label(graph: ModelGraph) -> int | None:
             continue
         operator = node.operator.split(".")[1]
         if operator in ("eq", "ne") and int(other) not in classes:
-            found.add(int(other))
+            ignored.add(int(other))
         elif (operator in ("ge", "lt") and IGNORED < other <= 0) or (operator in ("gt", "le") and IGNORED <= other < 0):
-            found.add(IGNORED)
-    return found.pop() if len(found) == 1 else None
+            ignored.add(IGNORED)
+    return ignored.pop() if len(ignored) == 1 else None
 
 
 def check_ignored(images: LabelledImages, label: int | None) -> None:
@@ -236,17 +236,17 @@ def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
             f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
             f"them. Give {scaled}, or images.float() for the numbers as they are."
         )
-    made = tensor.detach().to(getattr(torch, spec.dtype))
+    cast = tensor.detach().to(getattr(torch, spec.dtype))
     # A whole number beyond the narrower type would wrap around in silence: -1 becomes 255 of uint8.
-    if made.dtype != tensor.dtype and not (spec.is_floating or made.is_complex() or tensor.is_complex()):
-        wrong = tensor.long()[made.long() != tensor.long()]
+    if cast.dtype != tensor.dtype and not (spec.is_floating or cast.is_complex() or tensor.is_complex()):
+        wrong = tensor.long()[cast.long() != tensor.long()]
         if wrong.numel():
             raise ImageError(
                 f"{name} have the number {wrong[0].item()} as {tensor.dtype}, which does not fit into {spec.dtype}, "
                 "for which the training was made. Change it, or make a Training with labels=EXAMPLE, a tensor like the "
                 "labels of a batch."
             )
-    return made
+    return cast
 
 
 NOT_LEFT_OUT = (

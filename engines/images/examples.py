@@ -55,10 +55,10 @@ class ShapeCache:
                 self._found[key] = read()
             except ImageError as error:
                 self._found[key] = error
-        found = self._found[key]
-        if isinstance(found, ImageError):
-            raise ImageError(str(found))
-        return found
+        shape = self._found[key]
+        if isinstance(shape, ImageError):
+            raise ImageError(str(shape))
+        return shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ def _compute_span(places: Whole) -> Span:
 
 def _apply_taps(pixels: Pixels, places: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
     """Return the weighted sum of the pixels at `places` along an axis, rounded to bytes."""
-    shape = [-1 if each == axis else 1 for each in range(3)]
+    shape = [-1 if dimension == axis else 1 for dimension in range(3)]
     total: NDArray[np.int32] = np.array(1 << (_BITS - 1), np.int32)  # one half, so that the shift below rounds
     for place, weight in zip((places - places.min()).T, weights.T, strict=True):
         total = total + np.take(pixels, place, axis) * weight.reshape(shape)

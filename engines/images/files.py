@@ -194,7 +194,7 @@ class FileCache(Generic[Kind]):
     """
 
     def __init__(
-        self, make: Callable[..., Kind], cost: Callable[[Kind], float] = lambda found: 1, most: float = 4
+        self, make: Callable[..., Kind], cost: Callable[[Kind], float] = lambda cached: 1, most: float = 4
     ) -> None:
         self._make, self._cost, self._most, self._lock = make, cost, most, threading.Lock()
         self._in_use: WeakValueDictionary[tuple[object, ...], Kind] = WeakValueDictionary()
@@ -210,16 +210,16 @@ class FileCache(Generic[Kind]):
         # A file that was written anew has another key, so that its old pixels are never taken for it.
         key = (make_absolute(path), *page, state.st_mtime_ns, state.st_size, state.st_ino)
         with self._lock:
-            found = self._in_use.get(key)
-        if found is None:
+            cached = self._in_use.get(key)
+        if cached is None:
             # Outside of the lock, so that other files are opened meanwhile. If two threads open one file at once, the
             # later object replaces the earlier one, which goes when its reader is gone.
-            found = self._make(path, *page)
+            cached = self._make(path, *page)
         with self._lock:
-            self._in_use[key] = found
+            self._in_use[key] = cached
             self._kept.pop(key, None)
-            if self._cost(found) <= self._most:
-                self._kept[key] = found
+            if self._cost(cached) <= self._most:
+                self._kept[key] = cached
             while sum(map(self._cost, self._kept.values())) > self._most:
                 self._kept.popitem(last=False)
-        return found
+        return cached

@@ -83,26 +83,26 @@ def folder_images(
     unknown = sorted(set(there) - set(there if names is None else names))
     if unknown:
         raise ImageError(f"{folder} has folders of other classes than {', '.join(names or ())}: {', '.join(unknown)}.")
-    found: dict[str, list[tuple[Path, str]]] = {}  # the pictures of each class, with the names of their slides
+    pictures: dict[str, list[tuple[Path, str]]] = {}  # the pictures of each class, with the names of their slides
     left_out = list_pictures(folder)
     for name in there:
-        each = make_path(folder / name)
-        found[name] = [(path, str(path)) for path in _list_images(each)]
-        left_out += _list_unread(each)
-        for slide in _list_folders(each):
-            found[name] += [(path, slide.name) for path in _list_images(slide)]
+        class_folder = make_path(folder / name)
+        pictures[name] = [(path, str(path)) for path in _list_images(class_folder)]
+        left_out += _list_unread(class_folder)
+        for slide in _list_folders(class_folder):
+            pictures[name] += [(path, slide.name) for path in _list_images(slide)]
             left_out += _list_unread(slide)
             left_out += [path for deeper in _list_folders(slide) for path in list_pictures(deeper)]
     if not there:
         raise ImageError(f"{folder} has no folders. {_WAY}")
-    if empty := [name for name in there if not found[name]]:
+    if empty := [name for name in there if not pictures[name]]:
         raise ImageError(
             f"{folder} has {len(there)} folders, and no picture in these of them: {', '.join(empty)} (no file that "
             f"ends in {', '.join(ENDINGS)}; hidden ones do not count). {_describe_left_out(left_out)}{_WAY} Take "
             "folders away that are no class."
         )
     if left_out:
-        used = sum(map(len, found.values()))
+        used = sum(map(len, pictures.values()))
         warnings.warn(f"{folder}: {used} pictures are used. {_describe_left_out(left_out)}".rstrip(), stacklevel=2)
     if names is None and (numeric := _sort_numbers(there)) != there:
         place = next(place for place, pair in enumerate(zip(there, numeric, strict=True)) if len(set(pair)) > 1)
@@ -113,7 +113,7 @@ def folder_images(
         )
     classes = names or there
     examples = [
-        Example(path, classes.index(name), slide=slide) for name, files in found.items() for path, slide in files
+        Example(path, classes.index(name), slide=slide) for name, files in pictures.items() for path, slide in files
     ]
     return ExampleImages(examples, classes, size, fit)
 
@@ -163,16 +163,16 @@ def _list_folders(folder: Path) -> list[Path]:
 
 def _list_images(folder: Path) -> list[Path]:
     """Return the pictures in the folder of a class or slide. Raises ImageError if several may be of one slide."""
-    found = list_pictures(folder)
-    lists = [path.name for path in found if path.suffix.lower() in _LISTS]
-    several = lists or [path.name for path in found if path.suffix.lower() == _DICOM]
+    pictures = list_pictures(folder)
+    lists = [path.name for path in pictures if path.suffix.lower() in _LISTS]
+    several = lists or [path.name for path in pictures if path.suffix.lower() == _DICOM]
     if lists or len(several) > 1:
         raise ImageError(
             f"{folder} has slides of several files ({', '.join(several[:_LISTED])}), each of which would count as an "
             "image, and might be trained on and held out at once. Name one file of each slide in a table "
             "(write_table, table_images)."
         )
-    return found
+    return pictures
 
 
 def list_pictures(folder: Path, more: Sequence[str] = ()) -> list[Path]:
@@ -208,18 +208,18 @@ def write_masks_table(images: Path, masks: Path, table: Path) -> int:
     Returns the number of pictures. Raises ImageError if there are none, or if one has no mask or several.
     """
     of_masks = _require_pictures(masks, (".npy",))
-    found = {path.stem: path for path in of_masks}
+    by_stem = {path.stem: path for path in of_masks}
     times = Counter(path.stem for path in of_masks)
     if twice := [path.name for path in of_masks if times[path.stem] > 1]:
         raise ImageError(f"{masks} has several masks of one name: {', '.join(twice[:5])}. Keep one of each.")
     there = _require_pictures(images)
-    missing = [path.name for path in there if path.stem not in found]
+    missing = [path.name for path in there if path.stem not in by_stem]
     if missing:
         raise ImageError(
             f"{len(missing)} of {len(there)} pictures in {images} have no mask of their name in {masks}, the first "
             f"of them {', '.join(missing[:5])}. Add the masks, or take the pictures away."
         )
-    return write_table(table, [(path, found[path.stem]) for path in there], ("path", "mask"))
+    return write_table(table, [(path, by_stem[path.stem]) for path in there], ("path", "mask"))
 
 
 def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most: int | None = None) -> int:
@@ -262,9 +262,9 @@ def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96,
 
 
 def _require_pictures(folder: Path, more: Sequence[str] = ()) -> list[Path]:
-    if not folder.is_dir() or not (found := list_pictures(folder, more)):
+    if not folder.is_dir() or not (pictures := list_pictures(folder, more)):
         raise ImageError(f"There are no pictures in {folder} (looked for in {describe_working_folder()}).")
-    return found
+    return pictures
 
 
 def _read(path: Path, folder: Path, most_bytes: int) -> bytes:

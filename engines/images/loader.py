@@ -168,9 +168,9 @@ class RankLoader:
             #     rank 1   read 3 7   {7: why}  /                skip 7, read 3 9   {}  /
             pieces, own_bad, causes = self._read(step, then)
             waited_s += time.perf_counter() - start_s
-            found = all_gather_or_raise(self.world, own_bad, self._make_error(own_bad, causes))
+            all_bad = all_gather_or_raise(self.world, own_bad, self._make_error(own_bad, causes))
             # Reversed: where several ranks found an image bad, all of them keep the text of the lowest rank.
-            bad = {index: why for rank in reversed(found) for index, why in rank.items()}
+            bad = {index: why for rank in reversed(all_bad) for index, why in rank.items()}
             if not bad:
                 self._next = then
                 for piece in pieces:
@@ -211,20 +211,20 @@ class RankLoader:
             for piece in pieces:
                 if piece not in self._reading:
                     self._reading[piece] = self._pool.submit(self.own.fetch, piece)
-        found: dict[ReadRequest, Tensor] = {}
+        tensors: dict[ReadRequest, Tensor] = {}
         bad: dict[int, _BadImage] = {}
         causes: dict[int, Exception] = {}
         for piece in wanted:
             if piece.index in bad:  # an image has several pieces; one that failed is enough
                 continue
             try:
-                found[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
+                tensors[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
             except Exception as error:
                 # Raised only after the exchange: a rank that left here would leave the others in the all-gather.
                 odd = not isinstance(error, ImageError | OSError)
                 text = describe_read_error(self.own.images.name(piece.index), error, odd)
                 bad[piece.index], causes[piece.index] = _BadImage(text, odd), error
-        return found, bad, causes
+        return tensors, bad, causes
 
     def _make_error(self, bad: Mapping[int, _BadImage], causes: Mapping[int, Exception]) -> ImageError | None:
         """Return the error to raise for bad images, or None if they are skipped.

@@ -95,23 +95,23 @@ class MaskFile:
 
     def read(self, tile: Tile) -> NDArray[np.int64]:
         """Return the classes of a tile, (h, w). Raises ImageError, naming file and pixel, if a number is no class."""
-        found = self._select_channel(self._source.read(tile), tile)
+        mask = self._select_channel(self._source.read(tile), tile)
         self._check_validity(tile)
-        ignored = np.isin(found, self.ignore)
+        ignored = np.isin(mask, self.ignore)
         if self.threshold is not None:
             # A threshold is a shade from 0 to 255, so that a mask saved with 1, 2 or 4 bits means the same.
             bits = self._source.bits
-            shades = found.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else found
-            found = np.where(np.isnan(found), found, shades > self.threshold)
-        valid = (found >= 0) & (found < self.classes) & (found == np.floor(found))  # every comparison with NaN is false
+            shades = mask.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else mask
+            mask = np.where(np.isnan(mask), mask, shades > self.threshold)
+        valid = (mask >= 0) & (mask < self.classes) & (mask == np.floor(mask))  # every comparison with NaN is false
         if not (valid | ignored).all():
             row, col = np.argwhere(~(valid | ignored))[0]
             raise ImageError(
-                f"The mask {self.path} holds {found[row, col]:g} at {_describe_pixel(tile, row, col)}, which is no "
+                f"The mask {self.path} holds {mask[row, col]:g} at {_describe_pixel(tile, row, col)}, which is no "
                 f"class: there are {self.classes}, numbered from 0. Mend the mask, say which number means that a pixel "
                 "has no class (ignore=), or give a threshold where its numbers are shades."
             )
-        return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
+        return np.where(ignored, IGNORED, np.where(ignored, 0, mask).astype(np.int64))
 
     def _check_validity(self, tile: Tile) -> None:
         """Raise ImageError if a mask within the file says that there are no pixels here."""
@@ -307,10 +307,10 @@ def _open_tiff(path: Path) -> RawImage:
 
     def read(tile: Tile, pages: Sequence[TiffPageReader] = pages) -> Numbers:
         with translate_errors(path):
-            found = np.empty((*tile.shape, sum(page.channels for page in pages)), pages[0].dtype)
+            numbers = np.empty((*tile.shape, sum(page.channels for page in pages)), pages[0].dtype)
             for number, page in enumerate(pages):
-                page.fill(found[..., number : number + page.channels], tile.rows.start, tile.cols.start)
-            return found
+                page.fill(numbers[..., number : number + page.channels], tile.rows.start, tile.cols.start)
+            return numbers
 
     read_validity = None if validity is None else partial(read, pages=[validity])
     return RawImage(pages[0].shape, int(first.bitspersample), read, alpha, is_indexed, is_lossy, read_validity)

@@ -29,13 +29,13 @@ class OmeFiles:
 
         Raises ImageError if the set is incomplete, or the XML does not belong to the pages.
         """
-        own = document = parse_ome(self.path, self.file.ome_metadata or "")
-        if own.metadata_file is not None:
-            document = self._read_metadata(own.metadata_file)
+        embedded = document = parse_ome(self.path, self.file.ome_metadata or "")
+        if embedded.metadata_file is not None:
+            document = self._read_metadata(embedded.metadata_file)
         image = choose_image(self.path, document.images)
         sources = list_planes(self.path, image, len(document.images) == 1)
-        found = [self._get_page(own, source) for source in sources]
-        for (place, page), source in zip(found, sources, strict=True):
+        scan_pages = [self._get_page(embedded, source) for source in sources]
+        for (place, page), source in zip(scan_pages, sources, strict=True):
             sides = int(page.imagelength), int(page.imagewidth)
             if sides != image.shape:
                 raise ImageError(
@@ -43,7 +43,7 @@ class OmeFiles:
                     f"{image.shape[1]} px, and it has {sides[0]} x {sides[1]}: it is the text of another file. Remove "
                     "it, or export the picture again."
                 )
-        return found, image.microns_per_px
+        return scan_pages, image.microns_per_px
 
     def _read_metadata(self, name: str) -> OmeDocument:
         """Read the XML that a BinaryOnly element names: a file of text, or another TIFF file of the set."""
@@ -55,10 +55,12 @@ class OmeFiles:
         else:
             with translate_errors(place):
                 text = read_bounded(place, TEXT_BYTES)
-        found = parse_ome(place, text)
-        if found.metadata_file is not None:
-            raise ImageError(f"{place} has no metadata either: it names {found.metadata_file!r}. Copy the whole set.")
-        return found
+        document = parse_ome(place, text)
+        if document.metadata_file is not None:
+            raise ImageError(
+                f"{place} has no metadata either: it names {document.metadata_file!r}. Copy the whole set."
+            )
+        return document
 
     def _get_page(self, own: OmeDocument, source: PlaneSource) -> tuple[Path, TiffPage]:
         place = self.path

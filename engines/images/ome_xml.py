@@ -190,7 +190,9 @@ def choose_image(path: Path, images: Sequence[OmeImage]) -> OmeImage:
         for image in named:
             before &= image is not scan
             if image is not scan and not _is_lesser(image, scan, before):
-                sizes = "; ".join(f"{each.name or 'no name'}: {' x '.join(map(str, each.shape))} px" for each in named)
+                sizes = "; ".join(
+                    f"{picture.name or 'no name'}: {' x '.join(map(str, picture.shape))} px" for picture in named
+                )
                 raise ImageError(
                     f"{path} holds {len(named)} pictures, and its OME-XML does not say which of them is the scan: "
                     f"{sizes[:600]}. Save the one you want by itself, or give the others a Name such as label or macro."
@@ -229,8 +231,8 @@ def list_planes(path: Path, image: OmeImage, alone: bool) -> list[PlaneSource]:
                 f"{image.samples}. A picture is one plane of grey, or of red, green and blue: save that by itself. "
                 + AS_TENSORS
             )
-        found = _map_planes(path, image, alone)
-        return [found[channel] for channel in _order_channels(path, image)]
+        sources = _map_planes(path, image, alone)
+        return [sources[channel] for channel in _order_channels(path, image)]
     except (LookupError, ValueError, OverflowError) as error:
         raise (error if isinstance(error, ImageError) else _make_xml_error(path, error)) from error
 
@@ -240,7 +242,7 @@ def _map_planes(path: Path, image: OmeImage, alone: bool) -> dict[int, PlaneSour
     #     <TiffData/>                               all pages of the file, from the first on
     #     <TiffData IFD="4"/>                       page 4 is channel 0
     #     <TiffData IFD="4" FirstC="1" PlaneCount="2"/>   pages 4 and 5 are channels 1 and 2
-    found: dict[int, PlaneSource] = {}
+    sources: dict[int, PlaneSource] = {}
     elements = list(zip(image.tiff_data, image.uuids, strict=True))
     if not elements and alone:
         elements = [({}, (None, None))]
@@ -251,11 +253,11 @@ def _map_planes(path: Path, image: OmeImage, alone: bool) -> dict[int, PlaneSour
             reason = f"FirstC={first}, FirstZ={z}, FirstT={t}, IFD={ifd}, PlaneCount={count} of {image.planes} planes"
             raise _make_pages_error(path, reason)
         for step in range(count):
-            if found.setdefault(first + step, source := PlaneSource(ifd + step, uuid, file_name)) != source:
+            if sources.setdefault(first + step, source := PlaneSource(ifd + step, uuid, file_name)) != source:
                 raise _make_pages_error(path, f"two pages for channel {first + step}")
-    if missing := set(range(image.planes)) - set(found):
+    if missing := set(range(image.planes)) - set(sources):
         raise _make_pages_error(path, f"no page for channel {min(missing)}")
-    return found
+    return sources
 
 
 def _order_channels(path: Path, image: OmeImage) -> list[int]:

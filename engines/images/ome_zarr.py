@@ -79,7 +79,7 @@ def read_multiscale(path: Path, group: Any) -> Multiscale:
             "PNG or TIFF file, or as an (H, W) array in a .npy file, and give that as a mask."
         )
     multiscale = _find_multiscale(path, group, attributes)
-    names = [str(each["path"]) for each in multiscale["datasets"]]
+    names = [str(dataset["path"]) for dataset in multiscale["datasets"]]
     _check_paths(path, names, prefix)
     arrays, axes = [group[name] for name in names], multiscale.get("axes")
     version = multiscale.get("version", attributes.get("version"))
@@ -88,8 +88,8 @@ def read_multiscale(path: Path, group: Any) -> Multiscale:
     axes = axes or _IMPLIED[-len(arrays[0].shape) :]
     letters = parse_axes(axes)
     levels = [
-        ListedLevel(name, array, *_read_transforms(path, each, letters))
-        for name, array, each in zip(names, arrays, multiscale["datasets"], strict=True)
+        ListedLevel(name, array, *_read_transforms(path, dataset, letters))
+        for name, array, dataset in zip(names, arrays, multiscale["datasets"], strict=True)
     ]
     shared, _ = _read_transforms(path, multiscale, letters)
     return Multiscale(levels, letters, _read_units(axes, shared or {}))
@@ -113,7 +113,7 @@ def _find_image(path: Path, group: Any) -> tuple[Any, str]:
     attributes = _get_attributes(group)
     if "bioformats2raw.layout" not in attributes or "multiscales" in attributes:
         return group, ""
-    names = sorted(each.name for each in path.iterdir() if each.name.isdecimal() and each.is_dir())
+    names = sorted(child.name for child in path.iterdir() if child.name.isdecimal() and child.is_dir())
     if len(names) != 1:
         listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
         raise ImageError(
@@ -127,13 +127,13 @@ def _find_image(path: Path, group: Any) -> tuple[Any, str]:
 def _find_multiscale(path: Path, group: Any, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
     scales = attributes.get("multiscales")
     if not scales:
-        visible = (each.name for each in path.iterdir() if not each.name.startswith("."))
+        visible = (child.name for child in path.iterdir() if not child.name.startswith("."))
         names = sorted(name for name in visible if name != "zarr.json")
         raise ImageError(
             f"{path} is a Zarr group of {', '.join(names) or 'nothing'}, and no OME-Zarr picture. "
             "Give the path of one array, or of one picture, in it."
         )
-    listed = [[str(each["path"]) for each in scale["datasets"]] for scale in scales]
+    listed = [[str(dataset["path"]) for dataset in scale["datasets"]] for scale in scales]
     if not all(listed):
         raise make_damaged_error(path, "its metadata list no levels")
     if any(names != listed[0] for names in listed):
@@ -142,8 +142,8 @@ def _find_multiscale(path: Path, group: Any, attributes: Mapping[str, Any]) -> M
             f"{path} lists {len(listed)} pictures (multiscales), whose first levels are {some}, and it is not known "
             f"which of them is the scan. Give the path of one array, such as {path / listed[0][0]}."
         )
-    found: Mapping[str, Any] = scales[0]
-    return found
+    multiscale: Mapping[str, Any] = scales[0]
+    return multiscale
 
 
 def _check_paths(path: Path, names: Sequence[str], prefix: str) -> None:
@@ -168,19 +168,24 @@ def _read_transforms(path: Path, holder: Mapping[str, Any], axes: str) -> tuple[
     Raises ImageError if they are not one number for each axis, or a scale is not positive.
     """
     transforms = list(holder.get("coordinateTransformations") or ())
-    if any("path" in each or each.get("type") not in ("scale", "translation", "identity") for each in transforms):
+    if any(
+        "path" in transform or transform.get("type") not in ("scale", "translation", "identity")
+        for transform in transforms
+    ):
         return None, None
-    found = []
+    combined = []
     for kind in ("scale", "translation"):
-        listed = [[float(number) for number in each[kind]] for each in transforms if each["type"] == kind]
+        listed = [
+            [float(number) for number in transform[kind]] for transform in transforms if transform["type"] == kind
+        ]
         if any(len(numbers) != len(axes) for numbers in listed):
             raise make_damaged_error(path, f"its {kind}s are {listed}, and it has the {len(axes)} axes {axes}")
         combine = math.prod if kind == "scale" else math.fsum
         sides = {axis: combine(along) for *along, axis in zip(*listed, axes, strict=True) if axis in "yx"}
         if not all(math.isfinite(side) and (side > 0 or kind != "scale") for side in sides.values()):
             raise make_damaged_error(path, f"a level has the {kind} {listed}, which is not positive and finite")
-        found.append(sides if listed else None)
-    return found[0], found[1]
+        combined.append(sides if listed else None)
+    return combined[0], combined[1]
 
 
 def _read_units(axes: Sequence[Any], shared: Sides) -> Sides | None:

@@ -30,8 +30,8 @@ def turn_back(values: NDArray[Any], orientation: int) -> NDArray[Any]:
     >>> turn_back(np.array([[4, 1], [5, 2], [6, 3]]), 6).tolist()
     [[1, 2, 3], [4, 5, 6]]
     """
-    found = _reverse(values, orientation)
-    return found.swapaxes(0, 1) if orientation in SWAPPED else found
+    mirrored = _reverse(values, orientation)
+    return mirrored.swapaxes(0, 1) if orientation in SWAPPED else mirrored
 
 
 def find_stored_tile(tile: Tile, shape: tuple[int, int], orientation: int) -> Tile:

@@ -333,10 +333,10 @@ def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
     Raises ImageError, naming the file, if it cannot be read or has no such level.
     """
     # Opening a PNG or JPEG decodes all of it, and a data set asks for the shape of every image before it starts.
-    found = None if level else _read_header(path)
-    if found is None:
+    header = None if level else _read_header(path)
+    if header is None:
         return open_cached(path).shape(level)
-    image, orientation, stated = found
+    image, orientation, stated = header
     choose_conversion(path, image, stated)  # warns, or raises: the pixels that are read later are not the stored ones
     return image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
 

@@ -82,7 +82,7 @@ class Picture(ABC):
         if level not in range(len(self.levels)):
             raise ImageError(
                 f"{getattr(self, 'path', self.name)} has no level {level}: its levels are 0 to {len(self.levels) - 1} "
-                f"({', '.join(f'{each.height} x {each.width}' for each in self.levels)} px)."
+                f"({', '.join(f'{resolution.height} x {resolution.width}' for resolution in self.levels)} px)."
             )
         return self.levels[level].shape
 
@@ -114,15 +114,15 @@ class Picture(ABC):
         top, bottom = (min(max(edge, 0), rows) for edge in (y0, y0 + height_px))
         left, right = (min(max(edge, 0), cols) for edge in (x0, x0 + width_px))
         try:
-            found = np.full((height_px, width_px, 3), WHITE, np.uint8)
+            pixels = np.full((height_px, width_px, 3), WHITE, np.uint8)
         except (MemoryError, ValueError) as error:
             raise ImageError(f"{height_px} x {width_px} px of {self.name} do not fit into memory: {error}.") from error
-        inside = found[top - y0 : bottom - y0, left - x0 : right - x0]
+        inside = pixels[top - y0 : bottom - y0, left - x0 : right - x0]
         if inside.size:
             self._fill(inside, top, left, level)
             with self._lock:
                 self.bytes_read += inside.nbytes
-        return found
+        return pixels
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the unit of decoding of a level; by default single pixels, if only requested pixels are decoded."""
@@ -247,8 +247,8 @@ def _shrink_by_sampling(picture: Picture, edges: tuple[float, ...], level: int, 
     """Fill each cell of a grid with the mean colour of a square in its centre."""
     # As many squares as `MOST_DECODED_PX` allows: each of them costs the tiles that it lies in.
     segment = picture.get_decode_block(level)
-    each = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
-    samples = min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // each)))
+    cost_px = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
+    samples = min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // cost_px)))
     top, left, bottom, right = edges
     cell = max(bottom - top, right - left) / min(samples, *size)
     rows, cols = max(1, round((bottom - top) / cell)), max(1, round((right - left) / cell))
@@ -306,9 +306,9 @@ def convert_array(array: NDArray[np.generic], what: str) -> Pixels:
     elif floating and array.size and array.min() >= 0 and array.max() <= 1:
         pixels = np.rint(array.astype(np.float64) * 255).astype(np.uint8)
     else:
-        found = f"from {array.min():g} to {array.max():g}" if floating and array.size else "of more than 8 bits"
+        bounds = f"from {array.min():g} to {array.max():g}" if floating and array.size else "of more than 8 bits"
         raise ImageError(
-            f"{what} holds {array.dtype} numbers {found if array.dtype != bool else 'for true and false'}. "
+            f"{what} holds {array.dtype} numbers {bounds if array.dtype != bool else 'for true and false'}. "
             f"A picture has uint8 from 0 to 255, or floats from 0 to 1. {AS_TENSORS}"
         )
     if pixels.ndim == 2:

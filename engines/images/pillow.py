@@ -191,10 +191,10 @@ def _convert(image: Image.Image, conversion: Transform | None) -> Image.Image:
         return image
     if image.mode == INKS:
         return conversion.apply(image)
-    found = conversion.apply(image.convert("RGB"))
+    converted = conversion.apply(image.convert("RGB"))
     if image.mode == "RGBA":
-        found.putalpha(image.getchannel("A"))
-    return found
+        converted.putalpha(image.getchannel("A"))
+    return converted
 
 
 def _set_transparency(image: Image.Image, data: bytes) -> bool:
@@ -289,8 +289,8 @@ def count_jpeg_scans(data: bytes) -> int:
     # Data of a scan have no length: its end is the next marker. FF in data is followed by a stuffed 0, or by a restart
     # marker (D0 to D7), neither of which ends it.
     at, scans = 2, 0
-    while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
-        marker, at = data[found.end() - 1], found.end()
+    while scans <= MOST_SCANS and (match := _MARKER.search(data, at)) and match.end() + 2 <= len(data):
+        marker, at = data[match.end() - 1], match.end()
         if marker == _END:
             break
         scans += marker == _SCAN
@@ -331,16 +331,16 @@ def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]
 
     It is converted band by band to avoid a second copy of the whole, and shared by all readers of a file.
     """
-    found = None
+    whole = None
     for top, bottom in split_row_bands(0, image.height, 4 * image.width):
         band = read(image.crop((0, top, image.width, bottom)))
-        if found is None:
-            found = np.empty((image.height, *band.shape[1:]), band.dtype)
-        found[top:bottom] = band
-    if found is None:
+        if whole is None:
+            whole = np.empty((image.height, *band.shape[1:]), band.dtype)
+        whole[top:bottom] = band
+    if whole is None:
         raise ValueError(f"it has {image.height} x {image.width} px")
-    found.flags.writeable = False
-    return found
+    whole.flags.writeable = False
+    return whole
 
 
 _DECODED = FileCache(_decode, attrgetter("nbytes"), KEPT_BYTES)

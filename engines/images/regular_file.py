@@ -44,10 +44,10 @@ def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:
     """Read a text file whole. Raises OSError, also if it is no regular file or larger than `most_bytes`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        found = file.read(most_bytes + 1) if size <= most_bytes else b""  # one byte more, since the file may grow
-    if max(size, len(found)) > most_bytes:
+        data = file.read(most_bytes + 1) if size <= most_bytes else b""  # one byte more, since the file may grow
+    if max(size, len(data)) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
-    return found
+    return data
 
 
 def refuse_doctype(*named: object) -> NoReturn:

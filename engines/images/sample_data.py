@@ -295,10 +295,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed global. Raises ImageError if the file refers to any other."""
-        made = _MADE.get((module.replace("numpy.core", "numpy._core"), name))
-        if made is None:
+        allowed = _MADE.get((module.replace("numpy.core", "numpy._core"), name))
+        if allowed is None:
             raise ImageError(
                 f"{self.name} is no CIFAR-10 batch: it asks for {module}.{name}, and a file that names functions "
                 "could run anything. It was not run. Unpack the archive again."
             )
-        return made
+        return allowed

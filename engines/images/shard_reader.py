@@ -72,7 +72,7 @@ class SamplerState:
         if not (0 <= step <= position <= images and 0 <= epoch < _MOST and abs(seed) < 1 << 64):
             raise ValueError(f"there is no step {step} at image {position} of {images} in epoch {epoch}")
         skipped = tuple(state["skipped"])
-        if len(set(skipped)) != len(skipped) or not all(0 <= each < images for each in skipped):
+        if len(set(skipped)) != len(skipped) or not all(0 <= index < images for index in skipped):
             raise ValueError(f"some of the images that are left out are none of the {images}")
         return cls(seed, epoch, step, position, skipped)
 
@@ -140,11 +140,11 @@ class Sampler:
 
     def iterate_steps(self, place: SamplerState) -> Iterator[list[Sample]]:
         """Yield the steps from `place` on, epoch after epoch, with the bad images known so far skipped."""
-        while (found := self.get_step(place)) is not None or place.step:
-            if found is None:
+        while (coming := self.get_step(place)) is not None or place.step:
+            if coming is None:
                 place = place.next_epoch
             else:
-                step, place = found
+                step, place = coming
                 yield step
 
 
@@ -329,15 +329,15 @@ class ShardReader:
         for number, parts in self.get_shards(len(step)).items():
             shards[number] = {}
             for name, part in parts.items():
-                found = torch.stack([read(piece) for piece in part.make_read_requests(name, step)])
+                tensor = torch.stack([read(piece) for piece in part.make_read_requests(name, step)])
                 if name == "labels":
                     if len(part.rows):
                         # A model of lower resolution uses some pixels of the tile that was read.
-                        found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
+                        tensor = tensor[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
                     # (N,) or (N, h, w) is broadcast to the loss's shape, such as (N, 1, h, w).
-                    ones = [1] * (len(part.shape) - found.dim())
-                    found = found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
-                shards[number][name] = found
+                    ones = [1] * (len(part.shape) - tensor.dim())
+                    tensor = tensor.view(len(tensor), *ones, *tensor.shape[1:]).expand(part.shape)
+                shards[number][name] = tensor
         return shards
 
 

@@ -244,10 +244,10 @@ class FileFinder:
         """Return the path of a file. Raises ValueError if it is missing, or not inside the folder."""
         if name not in self._found:
             self._found[name] = self._look_for(name)
-        found = self._found[name]
-        if isinstance(found, str):
-            raise ValueError(found.format(what=what))
-        return found
+        outcome = self._found[name]
+        if isinstance(outcome, str):
+            raise ValueError(outcome.format(what=what))
+        return outcome
 
     def _look_for(self, name: str) -> Path | str:
         if not name:

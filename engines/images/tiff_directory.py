@@ -46,7 +46,7 @@ def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffP
     """
     #     a page:    count | tag tag tag ... | offset of the next page
     #     each tag:  code, type, number of values, value or its offset    (12 bytes; in BigTIFF 20)
-    found = []
+    checked = []
     for page in islice(pages, most):
         if not isinstance(page, TiffPage):
             continue
@@ -64,5 +64,5 @@ def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffP
                 raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
             if code in _TEXTS and values > TEXT_BYTES:
                 raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
-        found.append(page)
-    return found
+        checked.append(page)
+    return checked

@@ -80,14 +80,14 @@ def _find_picture(path: Path, file: TiffFile, opened: ExitStack) -> TiffLayout:
     #     others   the first page that is neither a reduced copy nor a mask; levels are SubIFDs or other pages
     if file.is_ome:
         files = OmeFiles(path, file, opened)
-        found, microns = files.find_pages()
-        paths, base = zip(*found, strict=True)
+        scan_pages, microns = files.find_pages()
+        paths, base = zip(*scan_pages, strict=True)
         number = next((number for number, page in enumerate(files.pages.get(path, ())) if page is base[0]), None)
         return TiffLayout(base, paths, number, (), True, microns)
     pages = list_pages(path, file)
     # The pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page. (Camera
     # files store the preview as the page and the picture as its SubIFD.)
-    inner = (each for page in pages for each in list_sub_pages(path, page))
+    inner = (sub_page for page in pages for sub_page in list_sub_pages(path, page))
     copies = sorted((page for page in pages if not page.is_mask), key=_count_pixels, reverse=True)
     groups = ([page for page in group if not page.is_reduced and not page.is_mask] for group in (pages, inner))
     full = next((group for group in (*groups, copies[:1]) if group), pages[:1])
@@ -199,7 +199,7 @@ def _check_ycbcr(path: Path, page: TiffPage) -> None:
     stated = {code: page.tags.valueof(code) for code in defaults}
     # Fractions, as pairs of whole numbers.
     values = {code: np.divide(pair[::2], pair[1::2]) for code, pair in stated.items() if pair is not None}
-    other = [str(code) for code, found in values.items() if not np.allclose(found, defaults[code], atol=1e-3)]
+    other = [str(code) for code, numbers in values.items() if not np.allclose(numbers, defaults[code], atol=1e-3)]
     subsampled = page.compression == PLAIN and tuple(page.tags.valueof(530, (2, 2))) != (1, 1)
     if other or subsampled:
         what = f"tags {' and '.join(other)}" if other else "reduced colours (YCbCrSubSampling)"
@@ -213,7 +213,7 @@ def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: 
         # ImageJ and tifffile write a stack as one page, whose data further planes without pages follow. Only their
         # metadata shows that.
         shaped = file.shaped_metadata or ()
-        values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
+        values = max((math.prod(metadata.get("shape", ())) for metadata in shaped[:1]), default=0)
         stack = (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
         stack |= int(getattr(base.tags.get(_METAMORPH), "count", 1)) > 1
     if stack:
@@ -251,6 +251,6 @@ def get_colour_count(page: TiffPage) -> int:
 
 def find_alpha_channel(page: TiffPage) -> int | None:
     """Return the index of the alpha channel (ExtraSamples 1 or 2: TIFF 6.0, p. 31), or None if there is none."""
-    extras = [int(each) for each in page.extrasamples]
+    extras = [int(extra) for extra in page.extrasamples]
     first = get_colour_count(page)
-    return next((first + place for place, each in enumerate(extras) if each in (MULTIPLIED, ALPHA)), None)
+    return next((first + place for place, extra in enumerate(extras) if extra in (MULTIPLIED, ALPHA)), None)

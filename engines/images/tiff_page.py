@@ -187,14 +187,14 @@ class TiffPageReader:
     def _read_rows(self, index: int, rows: slice, cols: slice) -> NDArray[Any]:
         """Read only the wanted bytes of an uncompressed segment."""
         deep, wide = self.channels // self._planes, self.segment[1]
-        found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
+        pixels = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
         for number, row in enumerate(range(rows.start, rows.stop)):
             start = (row * wide + cols.start) * deep * self.dtype.itemsize
-            if start + found[number].nbytes > self._counts[index]:
+            if start + pixels[number].nbytes > self._counts[index]:
                 raise make_damaged_error(self.path, f"segment {index} ends in row {row}")
-            line = os.pread(self._fd, found[number].nbytes, int(self._offsets[index]) + start)
-            found[number] = np.frombuffer(line, self._stored).reshape(found[number].shape)
-        return found
+            line = os.pread(self._fd, pixels[number].nbytes, int(self._offsets[index]) + start)
+            pixels[number] = np.frombuffer(line, self._stored).reshape(pixels[number].shape)
+        return pixels
 
     def _decode_segment(self, index: int) -> NDArray[Any]:
         data = os.pread(self._fd, int(self._counts[index]), int(self._offsets[index]))

@@ -45,16 +45,16 @@ class ZarrPicture(FileReader[ZarrHandle]):
         with translate_errors(self.path):
             check_metadata(self.path)
             # Each array's own metadata are read: a copy that a group holds of them (consolidated) may be out of date.
-            found = zarr.open(self.path, mode="r", use_consolidated=False)
-            if isinstance(found, zarr.Array):
+            node = zarr.open(self.path, mode="r", use_consolidated=False)
+            if isinstance(node, zarr.Array):
                 # Zarr 3 names axes in the metadata, xarray in an attribute; without names, or with others, they are
                 # guessed from the shape.
-                names = getattr(found.metadata, "dimension_names", None) or found.attrs.get("_ARRAY_DIMENSIONS") or ()
+                names = getattr(node.metadata, "dimension_names", None) or node.attrs.get("_ARRAY_DIMENSIONS") or ()
                 letters = parse_axes(names)
-                arrays, microns = [found], None
+                arrays, microns = [node], None
                 axes = _resolve_axes(self.path, arrays, letters if "?" not in letters else None)
             else:
-                multiscale = read_multiscale(self.path, found)
+                multiscale = read_multiscale(self.path, node)
                 axes = _resolve_axes(self.path, [level.array for level in multiscale.levels], multiscale.axes)
                 levels = sort_levels(self.path, multiscale)
                 arrays, microns = [level.array for level in levels], compute_microns(multiscale, levels[0])

@@ -145,10 +145,10 @@ def _get_file_size(path: Path, file: Path) -> int:
     name = os.path.relpath(file, path)
     if not is_within(file, path):
         raise ImageError(f"{path} is no store of its own: a link leads out of it, at {name}. Copy the store whole.")
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+    state = file.stat()
+    if not stat.S_ISREG(state.st_mode):
         raise make_damaged_error(path, f"its {name} is no regular file")
-    return found.st_size
+    return state.st_size
 
 
 def check_array(path: Path, array: Any) -> None:
@@ -213,7 +213,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     #     larger than its pixels        refused: nothing that is packed grows
     #     in a shard                    the shard's index says where in the file it lies
     #     packed                        its unpacked size is estimated, and compared with its pixels
-    found, root = False, array.store_path.store.root
+    is_stored, root = False, array.store_path.store.root
     sides = array.shards or array.chunks
     most, most_unpacked = (math.prod(part) * array.dtype.itemsize for part in (sides, array.chunks))
     packer = next((name for name in _list_codec_names(array) if name in _PACKERS), None)
@@ -221,7 +221,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
         file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
         if not os.path.lexists(file):  # a blank chunk
             continue
-        found = True
+        is_stored = True
         size = _get_file_size(path, file)
         if size > most + _SLACK_BYTES:
             raise _make_bomb_error(path, file, size - _SLACK_BYTES, most)
@@ -231,7 +231,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
                 holds = max(length - _SLACK_BYTES, unpacked)
                 if holds > most_unpacked + (0 if packer else _SLACK_BYTES):
                     raise _make_bomb_error(path, file, holds, most_unpacked)
-    return found
+    return is_stored
 
 
 def _make_bomb_error(path: Path, file: Path, holds: int, most: int) -> ImageError:
@@ -255,9 +255,9 @@ def _locate_chunks(
     #     shard:  chunk | chunk | ... | index: (offset, length) of each chunk, 16 bytes | crc32c, 4 bytes
     #
     # or the index comes first. Chunks lie in any order; one that is blank has offset and length 2**64 - 1.
-    codec = next(each for each in array.metadata.to_dict()["codecs"] if each["name"] == "sharding_indexed")
+    codec = next(codec for codec in array.metadata.to_dict()["codecs"] if codec["name"] == "sharding_indexed")
     settings, count = codec["configuration"], math.prod(_get_shard_grid(array))
-    names = [each["name"] for each in settings["index_codecs"]]
+    names = [index_codec["name"] for index_codec in settings["index_codecs"]]
     if names not in (["bytes"], ["bytes", "crc32c"]):
         raise ImageError(f"{path} has shards whose index is packed ({', '.join(names)}). Save it without.")
     length = 16 * count + (4 if len(names) > 1 else 0)

@@ -29,11 +29,11 @@ def make_colours(count: int) -> NDArray[np.uint8]:
     [[187, 187, 187], [230, 159, 0]]
     """
     more = range(len(_COLOURS), count)
-    made = [tuple(bytes.fromhex(text)) for text in _COLOURS[:count]]
+    colours = [tuple(bytes.fromhex(text)) for text in _COLOURS[:count]]
     for number in more:
         colour = colorsys.hsv_to_rgb(number * _GOLDEN % 1, 0.5 + 0.15 * (number % 4), 0.6 + 0.2 * (number % 3))
-        made.append(tuple(round(255 * part) for part in colour))
-    return np.array(made, np.uint8).reshape(-1, 3)
+        colours.append(tuple(round(255 * part) for part in colour))
+    return np.array(colours, np.uint8).reshape(-1, 3)
 
 
 def halve_classes(pixels: Numbers) -> Numbers:
@@ -90,11 +90,11 @@ class ClassMap:
     def from_text(cls, text: str) -> ClassMap:
         """Return the description in a file's text; an empty one if the text is something else."""
         try:
-            found = json.loads(text)
-            names = tuple(map(str, found["classes"]))
-            region = found["region"] and tuple(map(int, found["region"]))
-            pitch = found["pitch_px"] and tuple(map(float, found["pitch_px"]))
-            level = int(found["level"])
+            description = json.loads(text)
+            names = tuple(map(str, description["classes"]))
+            region = description["region"] and tuple(map(int, description["region"]))
+            pitch = description["pitch_px"] and tuple(map(float, description["pitch_px"]))
+            level = int(description["level"])
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls()
         known = (region is None or len(region) == 4) and (pitch is None or (len(pitch) == 2 and min(pitch) > 0))
@@ -122,5 +122,5 @@ def name_classes(kind: str, meaning: OutputMeaning, channels: int, names: Sequen
 
 def find_pitches(size_px: Sequence[int], output_px: Sequence[int]) -> tuple[float, float] | None:
     """Return the pixels of a slide for each pixel of an output, in rows and columns, or None if that is unclear."""
-    rows, cols = (find_pitch(slide, made) for slide, made in zip(size_px, output_px, strict=True))
+    rows, cols = (find_pitch(slide, output) for slide, output in zip(size_px, output_px, strict=True))
     return None if rows is None or cols is None else (rows, cols)

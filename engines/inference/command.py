@@ -44,11 +44,11 @@ def load_weights(model: nn.Module, path: Path) -> OutputMeaning:
         checkpoint.warn_of_passed_over(stacklevel=2)
         file, meaning = checkpoint.path / get_tensor_file("model"), read_meaning(checkpoint.manifest.get("outputs"))
     try:
-        found = load_file(file)
+        weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: no weights can be read from it ({error}). Give a safetensors file.") from error
     # All names and shapes are compared first: `load_state_dict` would copy what fits before it raises.
-    ours, theirs = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), found))
+    ours, theirs = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), weights))
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:
         differences = ", ".join(
@@ -58,7 +58,7 @@ def load_weights(model: nn.Module, path: Path) -> OutputMeaning:
             f"{file}: these are the weights of another model: of {len(ours)} tensors {len(wrong)} do not fit, such as "
             f"{differences}. Give the model (--model-args, --num-classes) that it was saved from."
         )
-    model.load_state_dict(found)
+    model.load_state_dict(weights)
     return meaning
 
 

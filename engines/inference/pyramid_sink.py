@@ -68,10 +68,10 @@ class _ScratchArray:
                 left, place = left[done:], place + done
 
     def read(self, tile: Tile) -> NDArray[Any]:
-        found = np.empty((*tile.shape, self.shape[2]), self.dtype)
-        for row, line in zip(range(tile.rows.start, tile.rows.stop), found, strict=True):
+        pixels = np.empty((*tile.shape, self.shape[2]), self.dtype)
+        for row, line in zip(range(tile.rows.start, tile.rows.stop), pixels, strict=True):
             os.preadv(self.file.fileno(), [line], self._compute_offset(row, tile))
-        return found
+        return pixels
 
 
 class PyramidSink:

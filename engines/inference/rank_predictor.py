@@ -110,13 +110,13 @@ class RankPredictor:
         use_threads(self.threads)
         with torch.no_grad():
             self.worker.run(place_inputs(inputs, self.device))
-        found = {
+        prediction = {
             number: self.worker.micro_batch_states[number].values[way.prediction].cpu().contiguous()
             for number in self.program.directions
             if (way := self.program.get_direction_program(number)).prediction_shard is not None
         }
         self.worker.restart({})  # frees the activations, which only a backward pass would need
-        return found
+        return prediction
 
 
 def find_state(
@@ -149,9 +149,9 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
     """Assemble the prediction for a step's images from all ranks' `parts`; `spec` is that of one micro-batch."""
     count = programs[0].micro_batches
     shape = (count * spec.shape[0], *spec.shape[1:])
-    whole = torch.empty(shape, dtype=next(tensor.dtype for own in parts for tensor in own.values()))
-    for program, own in zip(programs, parts, strict=True):
-        for number, tensor in own.items():
+    whole = torch.empty(shape, dtype=next(tensor.dtype for prediction in parts for tensor in prediction.values()))
+    for program, prediction in zip(programs, parts, strict=True):
+        for number, tensor in prediction.items():
             # The part of the micro-batch's prediction that the rank holds, as a view into the whole.
             view, shard = whole.chunk(count)[number], program.get_direction_program(number).prediction_shard
             (shard.cut(view) if shard else view).copy_(tensor)

@@ -96,7 +96,7 @@ class TilePasses:
                 "numbers or changes a buffer, so that its tiles overlap. Return it from a model of its own."
             )
         ends = self.graph.prediction not in blocked
-        wanted = frozenset({self.graph.prediction} if ends else {each.source for each in sums})
+        wanted = frozenset({self.graph.prediction} if ends else {reduction.source for reduction in sums})
         # Of the computable segments, those on which something wanted depends, from the last one backward. A later pass
         # thus skips whatever led only to sums that are known by now.
         needed, kept = set(wanted), []
@@ -155,16 +155,16 @@ class _PassMemory(LiveBytes):
     """Counts the bytes of live tensors, and what convolutions need beside them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
         if "convolution" in func._schema.name and args[0].dtype is torch.float64:
             # In float64 ATen unfolds every window of one image (`im2col`), a workspace that is no tensor of the graph.
             # It has one column for each output pixel, or, in a transposed convolution, whose output is larger, one for
             # each input pixel.
             x, weight = args[:2]
-            unfolded = made if isinstance(made, Tensor) and made.shape[-1] <= x.shape[-1] else x
+            unfolded = output if isinstance(output, Tensor) and output.shape[-1] <= x.shape[-1] else x
             workspace = math.prod(weight.shape[1:]) * math.prod(unfolded.shape[2:]) * x.element_size()
             self.peak = max(self.peak, self.now + workspace)
-        return made
+        return output
 
 
 def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
@@ -231,7 +231,7 @@ def iterate_passes(turns: TilePasses) -> Iterator[tuple[dict[str, TensorSpec], T
         yield dict(known), turn
         if turn.is_last:
             return
-        known |= {each.target: each.spec for each in turn.sums}
+        known |= {reduction.target: reduction.spec for reduction in turn.sums}
 
 
 def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
@@ -300,7 +300,7 @@ def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
             channels = graph.specs[graph.prediction].shape[1]
             taken += turn.prediction.tile.pixels * (_CLASS_BYTES + _SCORE_BYTES * channels)
         # A sum is held until all tiles are added, and once more while the ranks add theirs.
-        taken += 2 * sum(each.spec.bytes for each in turn.sums)
+        taken += 2 * sum(reduction.spec.bytes for reduction in turn.sums)
         if turn.window is not None and turn.window.tile is not None:
             # A maximum and no sum: the pixels are bytes no longer when the pass begins.
             taken = max(taken, _READ_BYTES * turn.window.tile.pixels)

@@ -89,16 +89,16 @@ def convert_pixel_scores(scores: Tensor, kind: str, meaning: OutputMeaning) -> N
     """
     channels = scores.shape[1]
     if kind == "classes":
-        found = compute_classes(scores, meaning)
+        kept = compute_classes(scores, meaning)
     elif kind == "probabilities":
-        found = compute_probabilities(scores, meaning).mul(255).round_()
+        kept = compute_probabilities(scores, meaning).mul(255).round_()
     else:
-        found = scores
+        kept = scores
     # Only what is kept crosses to the host: for classes, one number per pixel instead of K scores.
-    made = found[0].permute(1, 2, 0).cpu()
-    made = made.float() if made.is_floating_point() and made.element_size() < 4 else made
+    pixels = kept[0].permute(1, 2, 0).cpu()
+    pixels = pixels.float() if pixels.is_floating_point() and pixels.element_size() < 4 else pixels
     return np.ascontiguousarray(
-        made.numpy(), get_output_dtype(kind, channels, meaning, str(scores.dtype).removeprefix("torch."))
+        pixels.numpy(), get_output_dtype(kind, channels, meaning, str(scores.dtype).removeprefix("torch."))
     )
 
 

@@ -164,20 +164,20 @@ class TiledPredictor:
         Raises ImageError, on every rank, if any rank cannot read its tile or rank 0 cannot write.
         """
         first, walk = self.round * self.world.size, self.walks[self.walk]
-        made = run_on_all(self.world, partial(self._compute_tile, first + self.world.rank if walk.window else 0))
+        part = run_on_all(self.world, partial(self._compute_tile, first + self.world.rank if walk.window else 0))
         if walk.prediction is not None and self.mosaic:
-            self.mosaic.add(first, made)
+            self.mosaic.add(first, part)
         self.round += 1
         if self.round < self._count_rounds(walk):
             return
         # The pass is over: the sums of all tiles are those of the image.
-        for each in walk.sums:
+        for reduction in walk.sums:
             # With more ranks than tiles, a rank has no sum of its own. It contributes zeros: the all-reduce is
             # collective.
-            empty = torch.zeros(each.spec.shape, dtype=getattr(torch, each.spec.dtype), device=self.device)
-            total = self._partial.pop(each.target, empty).clone()
+            empty = torch.zeros(reduction.spec.shape, dtype=getattr(torch, reduction.spec.dtype), device=self.device)
+            total = self._partial.pop(reduction.target, empty).clone()
             all_reduce(self.world, total, tuple(range(self.world.size))).wait()
-            self.known[each.target] = total
+            self.known[reduction.target] = total
         self.walk, self.round = self.walk + 1, 0
 
     def _compute_tile(self, number: int) -> NDArray[Any] | None:
@@ -199,9 +199,11 @@ class TiledPredictor:
             inputs["images"] = pixels.to(self.device)
         with torch.no_grad():
             worker.run({0: inputs})
-            for each in turn.sums:
-                own = worker.peek(each.source)
-                self._partial[each.target] = self._partial[each.target] + own if each.target in self._partial else own
+            for reduction in turn.sums:
+                term = worker.peek(reduction.source)
+                self._partial[reduction.target] = (
+                    self._partial[reduction.target] + term if reduction.target in self._partial else term
+                )
             if not turn.is_last:
                 return None
             scores = worker.peek(self.graph.prediction)
