@@ -53,8 +53,8 @@ class StepTimer:
         """Read the processor time of the drawing thread, then forward the call to the monitor."""
         if self.monitor:
             threads = psutil.Process().threads()
-            mine = (each for each in threads if each.id == self.monitor.thread_id)
-            self.drawing_s = sum(each.user_time + each.system_time for each in mine)
+            mine = (thread for thread in threads if thread.id == self.monitor.thread_id)
+            self.drawing_s = sum(thread.user_time + thread.system_time for thread in mine)
             self.monitor.end(outcome)
 
     @property

@@ -59,7 +59,7 @@ def calibrate_cluster(
     # Noise comes in bursts, so that a second measurement is often a good one, unless others keep the cores busy.
     if not is_quick and _measure_load(call) <= MOST_ELSEWHERE:
         again = _measure(call, n, recipes, is_quick, progress, "The first measurement was noisy: measuring again")
-        machine = min(machine, again, key=lambda each: each.noise.level)
+        machine = min(machine, again, key=lambda measurement: measurement.noise.level)
         if machine.noise.is_good:
             return machine
     if machine.noise.is_useless and quick is False:
@@ -112,12 +112,12 @@ def _measure(
     try:
         with show_counts(text, progress) as report:
             for done in range(1, parts + 1):
-                found = call(rank_functions.run_calibration_part)[0]
+                machine = call(rank_functions.run_calibration_part)[0]
                 report(done, parts)
     finally:
         with suppress(RankError):  # an early end has an error of its own
             call(rank_functions.discard_calibration)
-    return found
+    return machine
 
 
 # Cache of calibrations, so that no notebook has to repeat one.
@@ -149,10 +149,10 @@ class CalibrationCache:
     def read(self) -> Machine | None:
         """Return the stored machine; None if there is none. Raises PlanError if a named file holds something else."""
         try:
-            found = Machine.from_json(read_bounded(self.path, _MOST_BYTES).decode(errors="replace"))
-            if missing := [kind for kind in CLASSES if not found.speeds.get(kind)]:
+            machine = Machine.from_json(read_bounded(self.path, _MOST_BYTES).decode(errors="replace"))
+            if missing := [kind for kind in CLASSES if not machine.speeds.get(kind)]:
                 raise PlanError(f"speeds.{missing[0]} is missing. Calibrate, and store it again.")
-            return found
+            return machine
         except PlanError as error:
             if not self.usual:
                 raise PlanError(f"The machine file {self.path}: {error}") from error

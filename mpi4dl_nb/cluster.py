@@ -174,7 +174,7 @@ class Cluster:
             cut, lost = (ranks.find_lost_hosts(), ranks.find_lost_ranks()) if ranks else ((), {})
             if cut:
                 left = self.hosts.exclude(cut)
-                n = self.n - fewer * sum(isinstance(each, HostLost) for each in lost.values())
+                n = self.n - fewer * sum(isinstance(ended, HostLost) for ended in lost.values())
                 left.assign_ranks(n)  # raises PlanError before anything has ended, if the ranks do not fit
                 self.hosts, self.n, self.machine = left, n, None
                 return self.restart()
@@ -230,14 +230,14 @@ class Cluster:
             ranks = self._make_ready()
             try:
                 # What is common to all ranks, with the function, is pickled once, and sent to each with its own part.
-                common, *own = ranks.pack([(function, args), *parts])
+                common, *packed = ranks.pack([(function, args), *parts])
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 name = getattr(function, "__qualname__", repr(function))
                 raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error
             self._shown.begin_call()
             self._last = call = RemoteCall(ranks, self._shown.show, self.hang_after_s, self._is_late)
             with self._explain_stop(ranks):
-                call.run(common, own)
+                call.run(common, packed)
                 if call.failures or call.hang:
                     self._check_alive(ranks, call.make_error())
                     raise call.make_error()
@@ -289,16 +289,16 @@ class Cluster:
         kept = (
             CalibrationCache(Path(store)) if store else CalibrationCache.of(self.n, self.backend, str(self.hosts or ""))
         )
-        found = self.machine
+        remembered = self.machine
         if again:
-            found = None
+            remembered = None
         elif store or not self._is_calibrated(quick):
-            found = kept.read()
-        self.machine = found or self.machine
+            remembered = kept.read()
+        self.machine = remembered or self.machine
         if again or not self._is_calibrated(quick):
             kept.check_writable()
-            self.machine, found = calibrate_cluster(self.call, self.n, quick, accept_noise, progress), None
-        if found is None:
+            self.machine, remembered = calibrate_cluster(self.call, self.n, quick, accept_noise, progress), None
+        if remembered is None:
             kept.write(self.machine)
         return self.machine
 

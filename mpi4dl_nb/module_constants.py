@@ -52,8 +52,8 @@ class _ConstantReader(ast.NodeVisitor):
     """Computes expressions of constants. `visit` raises an error for all that is no constant, or has no value."""
 
     def __init__(self, tree: ast.Module) -> None:
-        names = (each for each in ast.walk(tree) if isinstance(each, ast.Name))
-        self._assigned = Counter(each.id for each in names if not isinstance(each.ctx, ast.Load))
+        names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+        self._assigned = Counter(name.id for name in names if not isinstance(name.ctx, ast.Load))
         self.found: dict[str, object] = {}
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -65,7 +65,7 @@ class _ConstantReader(ast.NodeVisitor):
                     self.found[target.id] = constant
         elif isinstance(target, ast.Tuple | ast.List):
             parts = self._get_parts(value)
-            starred = any(isinstance(each, ast.Starred) for each in (*target.elts, *parts))
+            starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *parts))
             if len(target.elts) == len(parts) and not starred:
                 for pair in zip(target.elts, parts, strict=True):
                     self.assign(*pair)
@@ -74,7 +74,7 @@ class _ConstantReader(ast.NodeVisitor):
         if isinstance(value, ast.Tuple | ast.List):
             return value.elts
         known = self.found.get(value.id) if isinstance(value, ast.Name) else None
-        return [ast.Constant(each) for each in known] if isinstance(known, tuple | list) else []
+        return [ast.Constant(part) for part in known] if isinstance(known, tuple | list) else []
 
     def generic_visit(self, node: ast.AST) -> Any:
         raise TypeError(f"no constant: {ast.unparse(node)}")
@@ -90,7 +90,7 @@ class _ConstantReader(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         pair = self.visit(node.left), self.visit(node.right)
-        if any(isinstance(each, list | dict | set) for each in pair):
+        if any(isinstance(operand, list | dict | set) for operand in pair):
             raise TypeError("a list that is multiplied is a table, which the file may fill later")
         return _ARITHMETIC[type(node.op)](*pair)
 

@@ -11,12 +11,12 @@ def check_engines() -> None:
     home = Path(__file__).resolve().parents[1]
     spec = find_spec("engines")
     if spec is None or spec.origin is None:
-        found = list(spec.submodule_search_locations or ()) if spec else []
+        paths = list(spec.submodule_search_locations or ()) if spec else []
     else:
         file = Path(spec.origin).resolve()
-        found = [str(file.parent if file.name == "__init__.py" else file)]
-    if str(home / "engines") not in found:
-        at = found[0] if found else "no folder at all"
+        paths = [str(file.parent if file.name == "__init__.py" else file)]
+    if str(home / "engines") not in paths:
+        at = paths[0] if paths else "no folder at all"
         raise ImportError(
             f"mpi4dl_nb needs its own package engines, in {home}, but Python finds {at}, which hides it. Rename that "
             "folder or file, or take its place out of sys.path, and restart Python."

@@ -74,19 +74,19 @@ _owned: dict[int, OwnedRanks] = {}
 
 @atexit.register
 def _end_all() -> None:
-    for each in list(_owned.values()):
+    for owned in list(_owned.values()):
         with suppress(Exception):  # an error must not keep the other clusters alive
-            each.end()
+            owned.end()
 
 
 def count_alive_ranks() -> int:
     """Return the number of living ranks in all clusters of this process, including those that are just ending."""
-    return sum(each.alive for each in list(_owned.values()))
+    return sum(owned.alive for owned in list(_owned.values()))
 
 
 def get_owned_ranks() -> list[OwnedRanks]:
     """Return the ranks of all clusters that still exist, in the order in which they were started."""
-    return [each for each in list(_owned.values()) if each.release() is not None]
+    return [owned for owned in list(_owned.values()) if owned.release() is not None]
 
 
 # End clusters that a notebook can no longer reach, although IPython keeps what cells returned (`Out`, `_`).
@@ -116,17 +116,17 @@ def _end_unreachable(*result: object) -> None:
     """End all clusters but the newest that no name refers to. Report once which name keeps a cluster alive."""
     shell = _get_shell()
     names = shell.user_ns
-    for each in get_owned_ranks()[:-1]:
-        if (release := each.release()) is None:
+    for owned in get_owned_ranks()[:-1]:
+        if (release := owned.release()) is None:
             continue
         caches = (names[name] for name in _CACHES if name in names)
         name = find_holder_name(release.__self__, names, (shell, *caches), shell.user_ns_hidden)
         if not name:
             release()
-        elif names.get(name) is not release.__self__ and each.kept_by != name:
-            each.kept_by = name
+        elif names.get(name) is not release.__self__ and owned.kept_by != name:
+            owned.kept_by = name
             print(
-                f"The {each.ranks.count()} ranks of an earlier cluster stay alive: they are in use by `{name}`. "
+                f"The {owned.ranks.count()} ranks of an earlier cluster stay alive: they are in use by `{name}`. "
                 "They end with it, or when you stop() that cluster.",
                 file=sys.stderr,
             )
@@ -178,25 +178,27 @@ def find_holder_name(
 
 def _find_referrers(things: list[object], visited: set[int]) -> list[object]:
     """Return what refers to `things`, except for objects of this search itself and those visited before."""
-    found = [
-        each
-        for each in gc.get_referrers(*things)
-        if each is not things
-        and id(each) not in visited
-        and not isinstance(each, FrameType | ModuleType)
+    referrers = [
+        referrer
+        for referrer in gc.get_referrers(*things)
+        if referrer is not things
+        and id(referrer) not in visited
+        and not isinstance(referrer, FrameType | ModuleType)
         # `*things` has made a tuple of them for the call above, which refers to them, too
-        and not (isinstance(each, tuple) and len(each) == len(things) and all(map(operator.is_, each, things)))
+        and not (
+            isinstance(referrer, tuple) and len(referrer) == len(things) and all(map(operator.is_, referrer, things))
+        )
     ]
-    visited.update(map(id, found))
-    return found
+    visited.update(map(id, referrers))
+    return referrers
 
 
 def _get_thread_locals() -> set[int]:
     """Return the ids of the local variables of all functions running in other threads."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for thread, top in sys._current_frames().items():
         frame: FrameType | None = top if thread != get_ident() else None
         while frame is not None:
-            found.update(map(id, frame.f_locals.values()))
+            ids.update(map(id, frame.f_locals.values()))
             frame = frame.f_back
-    return found
+    return ids

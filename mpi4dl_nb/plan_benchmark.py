@@ -134,8 +134,8 @@ class PlanTrial:
                 recipe = self.recipe()
                 programs = compile_plan(recipe.graph, recipe.plan)
                 whole = make_batches(recipe, 0, steps=1)[0]
-                own = [(recipe.restrict_to_rank(program),) for program in programs]
-                self.cluster.call(rank_functions.create, self.name, (), self.name, per_rank=own)
+                recipes = [(recipe.restrict_to_rank(program),) for program in programs]
+                self.cluster.call(rank_functions.create, self.name, (), self.name, per_rank=recipes)
                 self._inputs = [(cut_inputs(program, whole),) for program in programs]
             if last:
                 peaks = self.cluster.call(rank_functions.measure_bytes, self.name, per_rank=self._inputs)
@@ -194,5 +194,5 @@ def sort_candidates(
 
 def replace_measured(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
     """Replace those candidates whose plans were measured (again)."""
-    by_plan = {each.plan: each for each in measured}
-    return [by_plan.get(each.plan, each) for each in candidates]
+    by_plan = {candidate.plan: candidate for candidate in measured}
+    return [by_plan.get(candidate.plan, candidate) for candidate in candidates]

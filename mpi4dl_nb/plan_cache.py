@@ -86,9 +86,9 @@ class PlanCache:
         """Return the cache for batches of another shape of the same model. Raises ImageError for an invalid shape."""
         shape = tuple(image_shape)
         if shape not in self._by_shape:
-            made = PlanCache(self.traces.with_shape(shape), self.optimiser)
-            made._by_shape, made._working = self._by_shape, self._working
-            self._by_shape[shape] = made
+            cache = PlanCache(self.traces.with_shape(shape), self.optimiser)
+            cache._by_shape, cache._working = self._by_shape, self._working
+            self._by_shape[shape] = cache
             for old in list(self._by_shape)[1:-KEPT_SHAPES]:  # the first one is that of the user
                 del self._by_shape[old]
         return self._by_shape[shape]
@@ -102,18 +102,18 @@ class PlanCache:
         if known := self._find(plan):  # without waiting for a thread that is at work
             return known
         with self._working:
-            found = self._find(plan) or self._compile(plan, is_asked)
-            if found is not None:
-                self._keep(found)
-            return found
+            compiled = self._find(plan) or self._compile(plan, is_asked)
+            if compiled is not None:
+                self._keep(compiled)
+            return compiled
 
     def _find(self, plan: Plan) -> CompiledPlan | None:
         with self._storing:
             key = self._make_key(plan)
-            found = self._found.pop(key, None)
-            if found is not None:
-                self._found[key] = found  # at the end, as the one that was used last
-            return found
+            compiled = self._found.pop(key, None)
+            if compiled is not None:
+                self._found[key] = compiled  # at the end, as the one that was used last
+            return compiled
 
     def _make_key(self, plan: Plan) -> tuple[Plan, ModelState]:
         return plan, self.traces.get_state()
@@ -138,30 +138,32 @@ class PlanCache:
         Raises TraceError or PlanError if the costs cannot be computed; memory that was computed before is kept.
         """
         with self._working:
-            found = self.get_compiled(plan, is_asked)
-            if found is None or found.is_counted(machine):
-                return found
-            if not found.is_weighed:
+            compiled = self.get_compiled(plan, is_asked)
+            if compiled is None or compiled.is_counted(machine):
+                return compiled
+            if not compiled.is_weighed:
                 tallies, memory = [], []
-                programs = found.programs[: found.plan.replica_ranks]  # all replicas are alike: one is counted
+                programs = compiled.programs[: compiled.plan.replica_ranks]  # all replicas are alike: one is counted
                 states = count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
-                for program, tally in zip(programs, build_tallies(programs, found.graph), strict=True):
+                for program, tally in zip(programs, build_tallies(programs, compiled.graph), strict=True):
                     if not is_asked():
                         return None
                     tallies.append(tally)
-                    memory.append(predict_rank_memory(program, found.graph, found.plan, states, tally))
-                pairs = zip(found.loads, cycle(memory), strict=False)
-                loads = tuple(with_memory(load, each) for load, each in pairs)
-                found = replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
-                self._keep(found)  # the memory stays known, even if no time can be computed
+                    memory.append(predict_rank_memory(program, compiled.graph, compiled.plan, states, tally))
+                pairs = zip(compiled.loads, cycle(memory), strict=False)
+                loads = tuple(with_memory(load, rank_memory) for load, rank_memory in pairs)
+                compiled = replace(compiled, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
+                self._keep(compiled)  # the memory stays known, even if no time can be computed
             if machine is None:
-                found = found.untimed
+                compiled = compiled.untimed
             else:
-                first = found.programs[: plan.replica_ranks]
-                made = forecast_programs(found.graph, plan, machine, first, found.tallies, found.memory)
-                found = replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
-            self._keep(found)
-            return found
+                first = compiled.programs[: plan.replica_ranks]
+                foreseen = forecast_programs(compiled.graph, plan, machine, first, compiled.tallies, compiled.memory)
+                compiled = replace(
+                    compiled, loads=tuple(with_time(compiled.loads, foreseen)), machine=machine, forecast=foreseen
+                )
+            self._keep(compiled)
+            return compiled
 
     def _keep(self, found: CompiledPlan) -> None:
         # A dict keeps the order of insertion, and a plan that is found is put at the end again: the first ones are
@@ -242,10 +244,10 @@ def forecast(
     >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
     (5, 5, True)
     """
-    found = Sizes.of(model, loss)
-    states = count_optimiser_states(optimiser, found.model, found.loss)
-    with show_status(f"Tracing {found.name} for {plan.summary} ...", LATER_S) as line:
-        graph = found.graph(plan, image_shape)
+    subject = Sizes.of(model, loss)
+    states = count_optimiser_states(optimiser, subject.model, subject.loss)
+    with show_status(f"Tracing {subject.name} for {plan.summary} ...", LATER_S) as line:
+        graph = subject.graph(plan, image_shape)
         line.update(f"Compiling and simulating {plan.summary} ...")
         return predicted.forecast(graph, plan, resolve_machine(machine), states)
 

@@ -66,7 +66,7 @@ class TuningResult:
         return self.best.plan
 
     def __repr__(self) -> str:
-        measured = [each for each in self.candidates if each.measured]
+        measured = [candidate for candidate in self.candidates if candidate.measured]
         return f"<Tuned: {len(self.candidates)} plans, {len(measured)} measured; best: {self.plan.summary}>"
 
     def _repr_html_(self) -> str:
@@ -135,9 +135,13 @@ class PlanTuner:
         def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
             return self.traces.get_graph(plan)
 
-        found = search(n, batch, get_graph, machine, rank_bytes, states, report, None, neutral_batch, by)
-        explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes, neutral_batch, by)
-        return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused, found.too_large)
+        forecasts = search(n, batch, get_graph, machine, rank_bytes, states, report, None, neutral_batch, by)
+        explanation = explain(
+            (*forecasts.fitting, *forecasts.too_large), forecasts.refused, rank_bytes, neutral_batch, by
+        )
+        return TuningResult(
+            tuple(map(Candidate, forecasts.fitting)), machine, explanation, forecasts.refused, forecasts.too_large
+        )
 
     def measure(
         self,
@@ -151,17 +155,17 @@ class PlanTuner:
         Raises PlanError if there is no step to measure.
         """
         _check_steps(steps)
-        trials = [PlanTrial(self.cluster, partial(self.make_recipe, each.plan)) for each in candidates]
+        trials = [PlanTrial(self.cluster, partial(self.make_recipe, candidate.plan)) for candidate in candidates]
         run_interleaved(trials, steps, report, count_bytes)
         return [
-            replace(each, measured=trial.measured, failure=trial.failure)
-            for each, trial in zip(candidates, trials, strict=True)
+            replace(candidate, measured=trial.measured, failure=trial.failure)
+            for candidate, trial in zip(candidates, trials, strict=True)
         ]
 
     def make_recipe(self, plan: Plan) -> Recipe:
         """Return the recipe of a training under a plan."""
-        own = self.loss, self.optimiser, self.labels, self.device
-        return prepare(self.model, plan, self.image_shape, *own, graph=self.traces.get_graph(plan))
+        settings = self.loss, self.optimiser, self.labels, self.device
+        return prepare(self.model, plan, self.image_shape, *settings, graph=self.traces.get_graph(plan))
 
 
 def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:
@@ -169,8 +173,8 @@ def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanat
 
     The errors of predictions are similar within a kind: if its best plan is slower than predicted, so are the others.
     """
-    likely = [each.plan for each in explanation.verdicts if each.fits and each.share >= _LIKELY_SHARE]
-    return sorted(candidates, key=lambda each: each.plan not in likely)
+    likely = [verdict.plan for verdict in explanation.verdicts if verdict.fits and verdict.share >= _LIKELY_SHARE]
+    return sorted(candidates, key=lambda candidate: candidate.plan not in likely)
 
 
 def _check_steps(steps: int) -> None:
@@ -228,12 +232,12 @@ def tune(
     #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── `top` of them, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
     with show_counts("Predicting plans", progress) as report:
-        found = tuning.find(rank_bytes, report, neutral_batch, progress, by)
-    ordered = order_for_measurement(found.candidates, found.explanation)
+        tuned = tuning.find(rank_bytes, report, neutral_batch, progress, by)
+    ordered = order_for_measurement(tuned.candidates, tuned.explanation)
     measured: list[Candidate] = []
     if top:
         with show_counts("Measuring steps", progress) as report:
             measured = tuning.measure(ordered[:top], steps, report)
     candidates = sort_candidates([*measured, *ordered[top:]], neutral_batch, by)
-    explanation = replace(found.explanation, measured=describe_measurements(measured, neutral_batch, by))
-    return replace(found, candidates=candidates, explanation=explanation)
+    explanation = replace(tuned.explanation, measured=describe_measurements(measured, neutral_batch, by))
+    return replace(tuned, candidates=candidates, explanation=explanation)

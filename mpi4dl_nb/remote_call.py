@@ -67,7 +67,7 @@ def find_hang(
     if (
         not stuck
         or len(stuck) < len(working)
-        or not any(each.at.waits or each.stopped or each.idle or each.silent for each in stuck.values())
+        or not any(stalled.at.waits or stalled.stopped or stalled.idle or stalled.silent for stalled in stuck.values())
     ):
         return None
     # The likely cause comes first: a rank stopped by a signal, then a silent one, then one that computes; ranks that
@@ -261,8 +261,8 @@ class RemoteCall:
             # must not come before it, and of several deaths at once the first is the cause.
             lost = self._ranks.find_lost_ranks()
             deaths = {rank: order for order, rank in enumerate(lost)}
-            over = [each for each, rank in self.waiting.items() if each.done() or rank in lost]
-            for future in sorted(over, key=lambda each: deaths.get(self.waiting[each], len(deaths))):
+            over = [reply for reply, rank in self.waiting.items() if reply.done() or rank in lost]
+            for future in sorted(over, key=lambda reply: deaths.get(self.waiting[reply], len(deaths))):
                 rank = self.waiting.pop(future)
                 if rank in lost:
                     self._exits[rank] = lost[rank]
@@ -311,29 +311,29 @@ class RemoteCall:
         may be slower.
         """
         deadline = time.monotonic() + _EXIT_S * (rank not in self._exits)
-        while (found := self._ranks.find_lost_ranks().get(rank)) is None and time.monotonic() < deadline:
+        while (ended := self._ranks.find_lost_ranks().get(rank)) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        return found or self._exits.get(rank)
+        return ended or self._exits.get(rank)
 
     def make_error(self) -> Mpi4dlError:
         """Build the error of the first rank that failed."""
         if self.hang:
             return RankError(self.hang.words, self.hang.rank)
         failures = self.failures
-        own = [rank for rank, failure in failures.items() if not failure.released]
-        if not own and (lost := self._ranks.find_lost_ranks()):  # a rank died after its reply
+        failed = [rank for rank, failure in failures.items() if not failure.released]
+        if not failed and (lost := self._ranks.find_lost_ranks()):  # a rank died after its reply
             rank = next(iter(lost))
             return _make_error(rank, replace(_DEATH, message=str(lost[rank])), "")
-        if self.waiting and not own:
+        if self.waiting and not failed:
             return _make_error(min(self.waiting.values()), _SILENCE, "")
-        rank, *others = own or failures
+        rank, *others = failed or failures
         first = failures[rank]
-        if rank in self._lost_replies and (found := self._find_exit(rank)):
-            first = replace(_DEATH, message=str(found))
-        also = sorted(each for each in others if failures[each].message == first.message)
+        if rank in self._lost_replies and (ended := self._find_exit(rank)):
+            first = replace(_DEATH, message=str(ended))
+        also = sorted(other for other in others if failures[other].message == first.message)
         error = _make_error(rank, first, f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
-        for each in sorted({*failures} - {rank, *also}):
-            error.add_note(f"Rank {each} {_describe_failure(failures[each])}")
+        for other in sorted({*failures} - {rank, *also}):
+            error.add_note(f"Rank {other} {_describe_failure(failures[other])}")
         return error
 
 

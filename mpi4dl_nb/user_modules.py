@@ -134,7 +134,7 @@ class UserModules:
         # later, it differs from theirs.
         imported = new = used & self._known.keys() - by_value
         while new:
-            new = {each for name in new for each in self._find_used(name)} - imported
+            new = {dependency for name in new for dependency in self._find_used(name)} - imported
             imported |= new
         for name in imported:
             self._sent.setdefault(name, self._known[name].version)
@@ -159,7 +159,7 @@ class UserModules:
 
     def _find_by_value(self) -> set[str]:
         """Return the modules that differ, or may differ, and those that use them."""
-        found = {
+        by_value = {
             name
             for name, known in self._known.items()
             if name in sys.modules
@@ -172,21 +172,21 @@ class UserModules:
         # A module that holds a function of a changed module must be sent too: imported on a rank, it would refer to the
         # rank's own version. Repeat until no module is added.
         while more := {
-            name for name in self._known.keys() - found if name in sys.modules and found & self._find_used(name)
+            name for name in self._known.keys() - by_value if name in sys.modules and by_value & self._find_used(name)
         }:
-            found |= more
-        return found
+            by_value |= more
+        return by_value
 
     def _find_used(self, name: str) -> set[str]:
         """Return the modules in which the values of a module are defined."""
-        found = set()
+        modules = set()
         for value in list(vars(self._known[name].module).values()):
             value = value.func if isinstance(value, partial) else value
             if isinstance(value, ModuleType):
-                found.add(value.__name__)
+                modules.add(value.__name__)
             else:
-                found.add(value.__module__ if isinstance(value, FunctionType | type) else type(value).__module__)
-        return self._known.keys() & found
+                modules.add(value.__module__ if isinstance(value, FunctionType | type) else type(value).__module__)
+        return self._known.keys() & modules
 
 
 def is_user_module(name: str, module: object) -> bool:
@@ -212,10 +212,10 @@ def _get_install_folders() -> tuple[str, ...]:
 
 def _get_version(file: str) -> SourceVersion | None:
     try:
-        found = Path(file).stat()
+        status = Path(file).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _find_loaded_version(file: str, reloaded: bool) -> SourceVersion | None:

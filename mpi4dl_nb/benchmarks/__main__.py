@@ -38,25 +38,25 @@ def main(arguments: Sequence[str]) -> int:
             raise PlanError(
                 f"{folder / DATA} also has figures of {', '.join(lost)}. Choose another --folder, or measure all."
             )
-        found = measure_studies(studies)
+        results = measure_studies(studies)
     except Mpi4dlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    changed = list(find_changes(studies, before, found)) if before else None
+    changed = list(find_changes(studies, before, results)) if before else None
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
-    found.save(folder / DATA)  # at once: it has taken a quarter of an hour
+    results.save(folder / DATA)  # at once: it has taken a quarter of an hour
     pictures = {}
     for study in studies:
-        if study.grows and found.rows[study.title]:
-            figure = show_growth(study, found.rows[study.title])
+        if study.grows and results.rows[study.title]:
+            figure = show_growth(study, results.rows[study.title])
             path = f"{PICTURES}/{study.title.lower().replace(' ', '_')}.png"
             (folder / path).write_bytes(figure.to_png())
             pictures[study.title] = path, figure.alt
-    (folder / PAGE).write_text(build_page(studies, found, pictures, changed), encoding="utf-8")
-    print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
-    for text in (*found.failures, *(changed or ())):
+    (folder / PAGE).write_text(build_page(studies, results, pictures, changed), encoding="utf-8")
+    print(f"{folder / PAGE}: {sum(map(len, results.rows.values()))} rows")
+    for text in (*results.failures, *(changed or ())):
         print(text)
-    return 1 if found.failures else 0
+    return 1 if results.failures else 0
 
 
 if __name__ == "__main__":

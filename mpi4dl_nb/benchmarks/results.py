@@ -51,8 +51,8 @@ class BenchmarkRow:
     def spread(self) -> float:
         """The spread of the measurements of this line; 0 if the line has none."""
         lines = [self.line, *(part for part in self.line.values() if isinstance(part, dict))]
-        found = [BenchmarkRow("", None, part).get_number("spread") for part in lines if "spread" in part]
-        return max(found, default=0.0)
+        spreads = [BenchmarkRow("", None, part).get_number("spread") for part in lines if "spread" in part]
+        return max(spreads, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -129,40 +129,40 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     ...     studies = cluster.call(lambda host: bench_asynchronous(host.world, asked))[0]
     >>> figure = show_asynchrony(studies)
     """
-    found = [studies] if isinstance(studies, ReplicaStudy) else list(studies)
-    modes = [study.mode for study in found]
-    if not found or len(set(modes)) < len(modes):
+    shown = [studies] if isinstance(studies, ReplicaStudy) else list(studies)
+    modes = [study.mode for study in shown]
+    if not shown or len(set(modes)) < len(modes):
         raise PlanError(f"The modes of these {len(modes)} studies are {modes}. Give one study, or one of each mode.")
     figure = Drawing(figsize=(11, 4.4), layout="constrained")
     by_time, by_images, stale = figure.subplots(1, 3)
     by_images.sharey(by_time)
-    _draw_losses(by_time, found, lambda study: [turn.end_s for turn in study.turns])
-    _draw_losses(by_images, found, lambda study: [study.images_per_batch * (n + 1) for n in range(len(study.turns))])
+    _draw_losses(by_time, shown, lambda study: [turn.end_s for turn in study.turns])
+    _draw_losses(by_images, shown, lambda study: [study.images_per_batch * (n + 1) for n in range(len(study.turns))])
     by_time.set(xlabel="seconds", ylabel="loss, running mean")
     by_images.set(xlabel="images seen, of all replicas")
     by_images.tick_params(labelleft=False)
-    width = 0.8 / len(found)
-    for index, study in enumerate(found):  # each staleness has a group of bars, one bar per mode in which it occurred
+    width = 0.8 / len(shown)
+    for index, study in enumerate(shown):  # each staleness has a group of bars, one bar per mode in which it occurred
         look, histogram = MODES[study.mode], study.histogram
-        places = [late + (index - (len(found) - 1) / 2) * width for late in histogram]
+        places = [late + (index - (len(shown) - 1) / 2) * width for late in histogram]
         stale.bar(places, list(histogram.values()), width, **look.patch)
     stale.set(xlabel="staleness", ylabel="how often")
     stale.xaxis.set_major_locator(MaxNLocator(integer=True))
     stale.yaxis.set_major_locator(MaxNLocator(integer=True))
-    chosen = found[0].asynchrony
-    copies = f"{chosen.replicas} replica{'s'[: chosen.replicas > 1]}, {found[0].images_per_batch} images in each batch"
+    chosen = shown[0].asynchrony
+    copies = f"{chosen.replicas} replica{'s'[: chosen.replicas > 1]}, {shown[0].images_per_batch} images in each batch"
     slow = [f"replica {number} sleeps {seconds:g} s in each step" for number, seconds in chosen.slow.items() if seconds]
     title = "; ".join([copies, *slow])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    looks = [MODES[study.mode] for study in found]
+    looks = [MODES[study.mode] for study in shown]
     handles = [
         (Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2), Patch(**look.patch)) for look in looks
     ]
-    names = [f"{_format_name(study)} (staleness: {MODES[study.mode].late})" for study in found]
+    names = [f"{_format_name(study)} (staleness: {MODES[study.mode].late})" for study in shown]
     style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
     figure.legend(handles, names, handler_map={tuple: HandlerTuple(ndivide=None)}, **style)
     figure.alt = f"{title}."
-    for study in found:
+    for study in shown:
         late = ", ".join(f"{staleness} ({count})" for staleness, count in study.histogram.items())
         figure.alt += (
             f" {_format_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
@@ -256,7 +256,9 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
     left.grid(color="#dddddd", linewidth=0.6)
     shares = [{name: row.get_number(f"phases.{name}") for name in PHASES if study.phases} for row in rows]
     if study.phases:
-        draw_stacks(right[0], PHASES, [{name: 100 * share for name, share in each.items()} for each in shares])
+        draw_stacks(
+            right[0], PHASES, [{name: 100 * share for name, share in fractions.items()} for fractions in shares]
+        )
         right[0].set(xlim=(0, 100), xlabel="% of all ranks' time")
         right[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9, color=INK)
         draw_legend(figure, list(PHASES.values()))

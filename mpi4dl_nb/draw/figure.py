@@ -168,7 +168,7 @@ def draw_stacks(
 
 def draw_legend(figure: Drawing, looks: Sequence[BarStyle]) -> None:
     """Draw the legend of all styles below the figure, four to a line."""
-    patches = [Patch(facecolor=each.colour, hatch=each.hatch, edgecolor=INK, label=each.name) for each in looks]
+    patches = [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=INK, label=look.name) for look in looks]
     figure.legend(handles=patches, loc="outside lower left", ncols=min(4, len(looks)), frameon=False, fontsize=9)
 
 

@@ -166,9 +166,9 @@ class HaloPoint(FactTable):
 
         Raises PlanError if the rank is none of the stage.
         """
-        reads, own = self.get_window(rank), self.tiles[rank]
-        above, below = compute_halo_widths(own.rows, reads.rows, self.size_px[0])
-        left, right = compute_halo_widths(own.cols, reads.cols, self.size_px[1])
+        reads, tile = self.get_window(rank), self.tiles[rank]
+        above, below = compute_halo_widths(tile.rows, reads.rows, self.size_px[0])
+        left, right = compute_halo_widths(tile.cols, reads.cols, self.size_px[1])
         return {"above": above, "below": below, "left": left, "right": right}
 
 
@@ -227,8 +227,8 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
             for item in (item for item in way.stages[stage] if item.kind == "halo"):
                 met.setdefault(item.tag, {})[program.rank] = item
                 ops = [op for reader in way.reads.get(item.target, ()) for op in ops_of.get(reader, ())]
-                found = _find_readers(ops, item.target, nodes)
-                readers.setdefault(item.tag, {}).update({node.name: node for node in found})
+                operators = _find_readers(ops, item.target, nodes)
+                readers.setdefault(item.tag, {}).update({node.name: node for node in operators})
         for tag in sorted(met):
             any_rank = next(iter(met[tag].values()))
             spec = TensorSpec(any_rank.shape, any_rank.dtype)
@@ -305,10 +305,10 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
             extended = builder.extended.held.get(read.value)
             if extended is None or set(read.rules) == {Shift(0)}:  # each output reads its own pixel only
                 continue
-            whole, own = builder.get_image_tiles(read.value)
+            whole, tiles = builder.get_image_tiles(read.value)
             outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
             wanted = {rank: compute_window(tile, read.rules) & whole for rank, tile in outputs.items()}
-            beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
+            beyond = any(not tile.is_inside(tiles[rank]) for rank, tile in wanted.items())
             if beyond and all(tile.is_inside(extended[rank]) for rank, tile in wanted.items()):
                 # Readers with equal windows of a value share a point.
                 key, held = (read.value, tuple(wanted.values())), builder.values[read.value]
@@ -341,9 +341,9 @@ class HaloLayers:
             order = {node.name: number for number, node in enumerate(self.graph.nodes)}
             # Two sources: the Exchange instructions of the programs, and what the compiler remembers of fused groups,
             # in whose programs nothing marks where a layer reads beyond its tile.
-            found = [*_find_exchange_points(compiler), *_find_fused_points(compiler)]
-            found.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))
-            self._points[together] = tuple(found)
+            points = [*_find_exchange_points(compiler), *_find_fused_points(compiler)]
+            points.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))
+            self._points[together] = tuple(points)
         return tuple(point for point in self._points[together] if stage in (None, point.stage))
 
     def select_points(self, together: int | str | None = None) -> tuple[HaloPoint, ...]:
@@ -378,8 +378,8 @@ class HaloLayers:
 
 def find_spatial_stages(plan: Plan) -> tuple[int, ...]:
     """Return the stages that are cut into tiles; the first stage if none is."""
-    found = tuple(stage for stage, grid in enumerate(plan.grids) if grid.tiles > 1)
-    return found or (0,)
+    stages = tuple(stage for stage, grid in enumerate(plan.grids) if grid.tiles > 1)
+    return stages or (0,)
 
 
 def get_stage_ranks(plan: Plan, stage: int) -> StageRanks:

@@ -55,7 +55,7 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
         tables = list(_make_tables(point, reach, spans))
         pieces = [move for rank in point.ranks.ranks for move in point.find_halo(rank)]
         rows, cols = point.size_px
-        out_rows, out_cols = (len(each.starts) for each in spans) if spans else (0, 0)
+        out_rows, out_cols = (len(axis.starts) for axis in spans) if spans else (0, 0)
         facts.append(
             {
                 "at": at,
@@ -102,9 +102,9 @@ def _make_tables(
         np.int32,
     ).reshape(-1, 6)
     yield _to_rows(reach.seen.values() if reach else point.tiles.values())
-    for each in spans:
-        empty = each.stops <= each.starts
-        yield np.stack([np.where(empty, 0, each.starts), np.where(empty, 0, each.stops)], axis=1).astype(np.int32)
+    for axis in spans:
+        empty = axis.stops <= axis.starts
+        yield np.stack([np.where(empty, 0, axis.starts), np.where(empty, 0, axis.stops)], axis=1).astype(np.int32)
 
 
 def _to_rows(tiles: Any) -> NDArray[np.int32]:
@@ -116,15 +116,15 @@ def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> 
 
     A layer without rows and columns, or in a stage that is one tile, has one tile.
     """
-    found = find_layers(graph)
-    stages = cut_stages(found, plan)
+    layers = find_layers(graph)
+    stages = cut_stages(layers, plan)
     spatial = set(find_spatial_stages(plan))
     net = []
-    for layer in found:
+    for layer in layers:
         nodes = graph.nodes[layer.nodes.start : layer.nodes.stop]
         shapes = [node.spec.shape for node in nodes if node.spec is not None]
         # The size that the layer works at: of its last value with rows and columns, or else of the last with channels.
-        shape = max(reversed(shapes), key=lambda each: min(len(each), 4), default=())
+        shape = max(reversed(shapes), key=lambda size: min(len(size), 4), default=())
         stage = next(number for number, span in enumerate(stages) if layer.nodes.start in span)
         names = {node.name for node in nodes}
         pixels = len(shape) == 4

@@ -135,8 +135,8 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
 def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
     """Return one row per group of ranks with equal memory; only the `MOST_RANKS` largest if there are more."""
     groups: dict[tuple[int, ...], list[int]] = {}  # ranks of a stage mostly hold the same: one bar stands for all
-    for found in memory.ranks:
-        groups.setdefault(tuple(found.at_peak.values()), []).append(found.rank)
+    for rank_memory in memory.ranks:
+        groups.setdefault(tuple(rank_memory.at_peak.values()), []).append(rank_memory.rank)
     rows = [(members, memory.ranks[members[0]].at_peak) for members in groups.values()]
     if len(rows) > MOST_RANKS:
         rows = sorted(sorted(rows, key=lambda row: -sum(row[1].values()))[:MOST_RANKS])
@@ -175,8 +175,8 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
 
 def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -> None:
     """Plot the bytes held after each instruction, with backward shaded, and mark the peak."""
-    found, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
-    held = [count / size for count in found.after]
+    rank_memory, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
+    held = [count / size for count in rank_memory.after]
     # Each step k is drawn from k + 0.5 to k + 1.5, so that its number is in the middle.
     backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
     edges = [number + 0.5 for number in range(len(steps) + 1)]

@@ -207,8 +207,10 @@ def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
     >>> clamp_to_tile(Grid(2, 2), 0, (50, 20), (100, 100))
     (49, 20)
     """
-    own = grid.get_tile(tile, *size_px)
-    row, col = (min(max(px, span.start), span.stop - 1) for px, span in zip(at, (own.rows, own.cols), strict=True))
+    bounds = grid.get_tile(tile, *size_px)
+    row, col = (
+        min(max(px, span.start), span.stop - 1) for px, span in zip(at, (bounds.rows, bounds.cols), strict=True)
+    )
     return row, col
 
 

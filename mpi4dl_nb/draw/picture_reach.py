@@ -67,9 +67,9 @@ def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> Pictur
     if explain_no_reach(layers, point):
         return None
     spans = layers.get_spans(point)
-    outputs = point.ranks.grid.cut(*(len(each.starts) for each in spans))
+    outputs = point.ranks.grid.cut(*(len(axis.starts) for axis in spans))
     seen = {
-        rank: Tile(*(each.find_hull(span) for each, span in zip(spans, tile, strict=True)))
+        rank: Tile(*(axis.find_hull(span) for axis, span in zip(spans, tile, strict=True)))
         for rank, tile in zip(point.ranks.ranks, outputs, strict=True)
     }
     spec = replace(point.spec, shape=(point.spec.shape[0], 3, *picture.shape()))
@@ -78,11 +78,11 @@ def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> Pictur
 
 def explain_no_reach(layers: HaloLayers, point: HaloPoint) -> str:
     """Return why the outputs of a layer have no tiles whose reach could be shown, or "" if they have."""
-    out_px, grid = tuple(len(each.starts) for each in layers.get_spans(point)), point.ranks.grid
+    out_px, grid = tuple(len(axis.starts) for axis in layers.get_spans(point)), point.ranks.grid
     if out_px and all(size >= tiles for size, tiles in zip(out_px, grid, strict=True)):
         return ""
-    made = f"only {format_size(out_px)} px for {grid} tiles" if out_px else "no rows and columns"
-    return f"The output of {point.name} ({point.operator}) has {made}, and hence no tiles that read the picture"
+    shortage = f"only {format_size(out_px)} px for {grid} tiles" if out_px else "no rows and columns"
+    return f"The output of {point.name} ({point.operator}) has {shortage}, and hence no tiles that read the picture"
 
 
 def describe_reach(reach: PictureReach, rank: int, microns_per_px: float | None) -> Iterator[str]:

@@ -42,9 +42,9 @@ class PlanShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the blocks."""
-        found = asdict(self)
-        del found["blocks"]
-        return found
+        facts = asdict(self)
+        del facts["blocks"]
+        return facts
 
 
 def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
@@ -165,7 +165,7 @@ def describe_load_groups(
     """
     groups, limit = group_loads(loads), machine.get_rank_bytes(len(loads)) if machine else None
     most = max((load.peak_bytes or 0 for load in loads), default=0) or 1
-    made, of_rank = [], np.zeros(len(loads), dtype="<i4")
+    descriptions, of_rank = [], np.zeros(len(loads), dtype="<i4")
     for number, (load, ranks) in enumerate(groups.items()):
         of_rank[list(ranks)] = number
         level = judge_memory(load.peak_bytes, limit)
@@ -181,8 +181,8 @@ def describe_load_groups(
         lines.append(f"sends {sent if load.sent.messages else 'nothing'}")
         if load.busy_s is not None and load.wait_s is not None:
             lines.append(f"works {format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
-        made.append({"level": level, "word": word, "share": share, "lines": lines})
-    return tuple(made), of_rank.tobytes()
+        descriptions.append({"level": level, "word": word, "share": share, "lines": lines})
+    return tuple(descriptions), of_rank.tobytes()
 
 
 # The gauges of a plan as a whole.
@@ -227,4 +227,4 @@ def measure_gauges(
     time = replace(time, note=f"{format_number(found.images_per_s)} images/s on {machine.name}" if found else why_not)
     words = f"{format_count(messages, 'message')} of all ranks"
     traffic = Gauge("traffic", "Traffic of a step", sent_bytes, format_bytes(sent_bytes), note=words)
-    return tuple(asdict(each) for each in (memory, time, traffic))
+    return tuple(asdict(gauge) for gauge in (memory, time, traffic))

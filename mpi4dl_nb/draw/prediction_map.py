@@ -140,9 +140,9 @@ def _read_file(path: Path) -> tuple[NDArray[Any], tuple[int, int], NDArray[Any],
             levels, text = file.series[0].levels, file.pages[0].description
             shape = levels[0].shape
             # The coarsest level with as many pixels as are drawn: levels of classes are not shifted against each other.
-            enough = [each for each in levels if max(each.shape) >= min(SHOWN_PX, max(shape))][-1]
+            enough = [level for level in levels if max(level.shape) >= min(SHOWN_PX, max(shape))][-1]
             drawn = enough.asarray()
-            few = next((each for each in levels if math.prod(each.shape) <= MOST_COUNTED_PX), enough)
+            few = next((level for level in levels if math.prod(level.shape) <= MOST_COUNTED_PX), enough)
             counted = drawn if few is enough else few.asarray()
     else:
         raise ImageError(f"{path} is no TIFF or PNG file, as `predict` writes them.")
@@ -156,16 +156,17 @@ def _find_edges(
     if region is not None:
         y0, x0, height, width = region
         stride = tuple(
-            find_pitch(side, made) or side / made for side, made in zip((height, width), map_px, strict=True)
+            find_pitch(side, map_side) or side / map_side
+            for side, map_side in zip((height, width), map_px, strict=True)
         )
         return _to_finest(picture, level, (y0, x0), stride, map_px)
     if known.region is not None and known.pitch_px is not None:
         return _to_finest(picture, known.level, known.region[:2], known.pitch_px, map_px)
     if known.region is None:
         for number in range(len(picture.levels)):
-            found = find_pitches(picture.shape(number), map_px)
-            if found is not None:
-                return _to_finest(picture, number, (0, 0), found, map_px)
+            pitches = find_pitches(picture.shape(number), map_px)
+            if pitches is not None:
+                return _to_finest(picture, number, (0, 0), pitches, map_px)
     raise PlanError(
         f"Where a map of {format_size(map_px)} px lies in {picture.name}, of {format_size(picture.shape())} px, is not "
         "known: neither side is a whole fraction of it. Say which pixels it is of: region=(y0, x0, height, width), and "
@@ -245,8 +246,8 @@ def _number_classes(axes: Axes, layer: PredictionLayer) -> None:
     top, left, bottom, right = layer.edges
     cuts = [np.linspace(0, side, min(side, BLOCKS) + 1).astype(int) for side in (height, width)]
     for number in layer.listed:
-        own = layer.numbers == number
-        rows = np.add.reduceat(own, cuts[0][:-1], axis=0, dtype=np.int64)
+        mask = layer.numbers == number
+        rows = np.add.reduceat(mask, cuts[0][:-1], axis=0, dtype=np.int64)
         parts = np.add.reduceat(rows, cuts[1][:-1], axis=1) / np.outer(np.diff(cuts[0]), np.diff(cuts[1]))
         row, col = np.unravel_index(parts.argmax(), parts.shape)
         middle = [(cut[at] + cut[at + 1]) / 2 for cut, at in zip(cuts, (row, col), strict=True)]

@@ -153,8 +153,8 @@ def show_ranks(
     if machine is None:
         return draw_ranks(plan, loads)
     machine = resolve_machine(machine)
-    found = forecast(model, plan, machine, states)
-    return draw_ranks(plan, with_time(loads, found), foreseen=describe_forecast(found, machine))
+    foreseen = forecast(model, plan, machine, states)
+    return draw_ranks(plan, with_time(loads, foreseen), foreseen=describe_forecast(foreseen, machine))
 
 
 def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_COUNTED, foreseen: str = "") -> Drawing:

@@ -123,23 +123,25 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     figure = Drawing(figsize=(11, 1.3 + 0.42 * len(limits)), layout="constrained")
     axes = figure.subplots()
     texts = []
-    for each in limits:
-        limit = format_bytes(each.rank_bytes)
-        if each.size_px:
-            more = "" if each.next_bytes else ", and no larger one was tried"
-            texts.append(f"{each.size_px:,} px: {format_bytes(each.bytes)} of {limit}{more}")
+    for largest in limits:
+        limit = format_bytes(largest.rank_bytes)
+        if largest.size_px:
+            more = "" if largest.next_bytes else ", and no larger one was tried"
+            texts.append(f"{largest.size_px:,} px: {format_bytes(largest.bytes)} of {limit}{more}")
         else:
-            texts.append(f"none fits: {each.next_px:,} px need {format_bytes(each.next_bytes)} of {limit}")
-    draw_stacks(axes, {"px": PIXELS}, [{"px": each.size_px} for each in limits])
+            texts.append(f"none fits: {largest.next_px:,} px need {format_bytes(largest.next_bytes)} of {limit}")
+    draw_stacks(axes, {"px": PIXELS}, [{"px": largest.size_px} for largest in limits])
     write_row_ends(axes, texts)
     names = [
-        f"{describe_plan(each.plan)}, {format_count(each.plan.ranks, 'rank')}" if each.plan.ranks > 1 else "1 rank"
-        for each in limits
+        f"{describe_plan(largest.plan)}, {format_count(largest.plan.ranks, 'rank')}"
+        if largest.plan.ranks > 1
+        else "1 rank"
+        for largest in limits
     ]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="x", nbins=5)  # long texts leave a narrow axis
-    axes.set_xlim(0, 1.05 * max(limits[0].step_px, *(each.size_px for each in limits)))
+    axes.set_xlim(0, 1.05 * max(limits[0].step_px, *(largest.size_px for largest in limits)))
     axes.set_xlabel(f"pixels a side, in steps of {limits[0].step_px}")
     title = f"The largest square image that fits{f' on {machine}' * bool(machine)}, in batches of {limits[0].batch}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -199,9 +201,9 @@ def show_capabilities(found: Capabilities) -> Drawing:
     above = axes.secondary_xaxis("top")
     above.set_xticks(columns, [f"{size:,}" for size in sizes], fontsize=9, weight="bold")
     above.set_xlabel("image, px a side", fontsize=9)
-    for each in (axes, above):  # a table: no ticks, and the cells have outlines of their own
-        each.tick_params(length=0)
-        each.spines[:].set_visible(False)
+    for axis in (axes, above):  # a table: no ticks, and the cells have outlines of their own
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
     figure.freeze_layout()  # the width of a cell on the screen decides which text fits into it
     for column, size in enumerate(sizes):
         for row, kind in enumerate(kinds):

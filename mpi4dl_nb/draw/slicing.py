@@ -94,11 +94,11 @@ def describe_tile(point: HaloPoint, rank: int, picture: Picture) -> list[str]:
 
     Where the picture knows its scale, widths are also given in micrometres of the picture.
     """
-    own = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
+    sentence = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
     if not point.readers:
-        return [own]
+        return [sentence]
     if isinstance(point, PictureReach):
-        return [f"{own} of the picture", *describe_reach(point, rank, picture.microns_per_px)]
+        return [f"{sentence} of the picture", *describe_reach(point, rank, picture.microns_per_px)]
     pieces = point.find_redundant_moves(rank) if point.computed else point.get_receives(rank)
     count, owners = sum(move.tile.pixels for move in pieces), format_count(len(pieces), "rank")
     if point.computed:
@@ -113,7 +113,7 @@ def describe_tile(point: HaloPoint, rank: int, picture: Picture) -> list[str]:
     if any(widths.values()) and (microns := compute_layer_microns(picture, point.size_px)):
         far = max(width * microns[side in ("left", "right")] for side, width in widths.items())
         halo += f" (up to {format_microns(far)} of the picture)"
-    lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
+    lines = [f"{sentence} of this layer's input", more, f"Its halo in px: {halo}"]
     fill = point.get_fill(rank)
     return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which is padding"]
 
@@ -122,9 +122,9 @@ def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
     """Describe which pixels are shown, and how many of them are owned, borrowed or computed redundantly."""
     rows, cols = place.rows, place.cols
     lent = sum((move.tile & place).pixels for move in point.find_halo(rank))
-    own = (point.tiles[rank] & place).pixels
+    owned = (point.tiles[rank] & place).pixels
     there = f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}"
-    words = [f"Shown: {there}. {own} px are its own, {lent} {point.verb}, {place.pixels - own - lent} not needed"]
+    words = [f"Shown: {there}. {owned} px are its own, {lent} {point.verb}, {place.pixels - owned - lent} not needed"]
     # Only the image itself is at hand here. The values of inner layers exist on the ranks, during a step.
     if has_values(point, place):
         words.append("In each pixel: the picture's red, green, blue (0 to 255)")

@@ -158,16 +158,16 @@ def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
     for rank in event.ranks:
         if not rank.moved or rank.did is None:
             continue
-        for each in rank.did.step.instruction.get_effects(rank.did.step.phase).reductions:
-            key = each.name, each.starts, each.waits
-            if key in met or len(each.group) < 2:
+        for reduction in rank.did.step.instruction.get_effects(rank.did.step.phase).reductions:
+            key = reduction.name, reduction.starts, reduction.waits
+            if key in met or len(reduction.group) < 2:
                 continue
             met.add(key)
-            ends = "" if each.waits else ": begun, and waited for at the update"
-            ends = ends if each.starts else ": what was begun in the backward pass has arrived"
-            who = format_ranks(each.group)
-            words = f"sum of {format_bytes(each.bytes)} over {who}, {rank.did.phase_name}{ends}"
-            yield {"group": list(each.group), "starts": each.starts, "waits": each.waits, "words": words}
+            ends = "" if reduction.waits else ": begun, and waited for at the update"
+            ends = ends if reduction.starts else ": what was begun in the backward pass has arrived"
+            who = format_ranks(reduction.group)
+            words = f"sum of {format_bytes(reduction.bytes)} over {who}, {rank.did.phase_name}{ends}"
+            yield {"group": list(reduction.group), "starts": reduction.starts, "waits": reduction.waits, "words": words}
 
 
 # What a page needs once: the places of the ranks, the schedule, and the colours.
@@ -239,13 +239,13 @@ class StepRecord:
         """Add a frame, or replace the one of its number, and return the numbers of those dropped for it."""
         if self.frames and self.frames[-1].meta["step"] != frame.meta["step"]:
             self.frames, self.dropped = [], 0
-        self.frames = [each for each in self.frames if each.number != frame.number]
+        self.frames = [stored for stored in self.frames if stored.number != frame.number]
         self.frames.append(frame)
         gone: list[int] = []
-        while len(self.frames) > 2 and sum(len(each.values) for each in self.frames) > self.most_bytes:
+        while len(self.frames) > 2 and sum(len(stored.values) for stored in self.frames) > self.most_bytes:
             half = max(3, len(self.frames) // 2)
-            thinned = [each.number for each in self.frames[1:half:2]]  # the start of the step stays
-            self.frames = [each for each in self.frames if each.number not in thinned]
+            thinned = [stored.number for stored in self.frames[1:half:2]]  # the start of the step stays
+            self.frames = [stored for stored in self.frames if stored.number not in thinned]
             gone += thinned
         self.dropped += len(gone)
         return gone

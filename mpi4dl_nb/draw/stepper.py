@@ -215,8 +215,8 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
         if not all(map(len, owns)) or len(set(owns)) < len(owns):  # no pixels, or ranks share a tile: four to a row
             arranged.append([divmod(index, 4) for index in range(len(owns))])
             continue
-        rows, columns = sorted({own.rows.start for own in owns}), sorted({own.cols.start for own in owns})
-        arranged.append([(rows.index(own.rows.start), columns.index(own.cols.start)) for own in owns])
+        rows, columns = sorted({tile.rows.start for tile in owns}), sorted({tile.cols.start for tile in owns})
+        arranged.append([(rows.index(tile.rows.start), columns.index(tile.cols.start)) for tile in owns])
     # A group is as wide as its columns of panels and its colour bar need. A single narrow group is not stretched over
     # the page: it gets the share of one among 2.2 columns.
     counts = [1 + max(column for _, column in places) + BAR_SHARE * 2 for places in arranged]
@@ -288,25 +288,25 @@ def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
 
 def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     low, high = group.span
-    held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
+    held, owned, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
     tile = panel.extent.plane.tile
     cols, rows = tile.cols, tile.rows
     extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
     style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
     image = axes.imshow(pixels, extent=extent, aspect="equal" if is_square(held) else "auto", **style)
-    if own != held:
+    if owned != held:
         #   +-------------------+
         #   |   above           |   What the rank holds around its own tile is hatched: rows above and below over the
         #   +------+-----+------+   whole width, then columns left and right beside the tile.
         #   | left | own | right|
         #   +------+-----+------+
-        inner = own.rows & rows
+        inner = owned.rows & rows
         outside = (
             Tile(Span(rows.start, inner.start), cols),
             Tile(Span(inner.stop, rows.stop), cols),
-            Tile(inner, Span(cols.start, own.cols.start)),
-            Tile(inner, Span(own.cols.stop, cols.stop)),
+            Tile(inner, Span(cols.start, owned.cols.start)),
+            Tile(inner, Span(owned.cols.stop, cols.stop)),
         )
         for part in filter(None, outside):
             axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **NOT_OWN))

@@ -263,23 +263,23 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=9)
-    each = ", each a cell" if in_cells else ""
-    axes.set_xlabel(f"the framed place: {format_size(view.shape)} {point.unit}{each}", fontsize=9)
+    cells = ", each a cell" if in_cells else ""
+    axes.set_xlabel(f"the framed place: {format_size(view.shape)} {point.unit}{cells}", fontsize=9)
     # Brackets outside the frame, with the numbers of rows and columns that are borrowed here.
-    own, width = point.tiles[rank], point.compute_widths(rank)
+    owned, width = point.tiles[rank], point.compute_widths(rank)
     per_row, per_col = compute_layer_microns(rasters.picture, point.size_px) or (0.0, 0.0)
 
     def format_width(px: int, microns: float) -> str:
         return f"{px} px\n{format_microns(px * microns)}" if microns else f"{px} px"
 
     above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
-    for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):
+    for side, edge, way in (("left", owned.cols.start, -1), ("right", owned.cols.stop, 1)):
         if width[side] and cols.start < edge < cols.stop:
             ends = edge, edge + way * width[side]
             axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=above, clip_on=False)
             words = format_width(width[side], per_col)
             axes.text(sum(ends) / 2, 1.04, words, ha="center", va="bottom", transform=above, fontsize=9)
-    for side, edge, way in (("above", own.rows.start, -1), ("below", own.rows.stop, 1)):
+    for side, edge, way in (("above", owned.rows.start, -1), ("below", owned.rows.stop, 1)):
         if width[side] and rows.start < edge < rows.stop:
             ends = edge, edge + way * width[side]
             axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=beside, clip_on=False)

@@ -119,7 +119,7 @@ def show_timeline(
     span = span_ms or (0.0, end_ms)
     if (
         not isinstance(span, Sequence)
-        or [isinstance(each, Real) for each in span] != [True, True]
+        or [isinstance(bound, Real) for bound in span] != [True, True]
         or not 0 <= span[0] < span[1]
     ):
         raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
@@ -127,7 +127,7 @@ def show_timeline(
     if first >= end_ms:  # else the figure would be blank; a span that only ends later is shown up to its end
         raise PlanError(f"span_ms={span_ms} starts after the end of the step, at {end_ms:.4g} ms: nothing is there.")
     row_in, _ = get_row_layout(len(rows["measured"]))
-    tall = [0.8 + row_in * len(each) for each in rows.values()]
+    tall = [0.8 + row_in * len(labels) for labels in rows.values()]
     figure = Drawing(figsize=(11, 0.8 + sum(tall)), layout="constrained")
     axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=tall)[:, 0]
     titles = {name: format_timeline_title(name, charts, plan) for name in charts}
@@ -277,7 +277,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
         idle, held = f"idle {schedule.compute_idle_share(rank):.0%}", schedule.count_in_flight(rank)
         right.append((idle, f"holds up to {held}"))
     draw_row_frame(
-        axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
+        axes, schedule.length, "time, in forwards", *([end.join(texts) for texts in side] for side in (left, right))
     )
     figure.freeze_layout()  # the final width of a bar decides which text fits
     label_slots(axes, schedule)
@@ -310,7 +310,7 @@ def label_slots(axes: Axes, schedule: Schedule) -> None:
     forms: tuple[Callable[[PipelineAction], str], ...] = (schedule.format_action, lambda work: str(work.micro_batch))
     for form in forms:
         # Only the text with most characters per unit of time is measured, as it decides for all.
-        rank, slot = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
+        rank, slot = max(slots, key=lambda pair: len(form(pair[1].work)) / (pair[1].stop - pair[1].start))
         room_px = unit_px * (slot.stop - slot.start) - ROOM_PX
         if widest := write_first_fit(axes, slot.start, rank, [form(slot.work)], room_px, **style):
             widest.remove()

@@ -74,8 +74,8 @@ def make_timeline_rows(
             span = event.start_s - chart.start_s, event.end_s - chart.start_s
             times.append((*span, event.wait_s, event.bytes))
             words = (names, event.name), (kinds, event.kind), (phases, event.phase)
-            found = [known.setdefault(word, len(known)) for known, word in words]
-            codes.append((places[event.rank], looks[get_style(event)], *found, event.micro_batch, place))
+            numbers = [known.setdefault(word, len(known)) for known, word in words]
+            codes.append((places[event.rank], looks[get_style(event)], *numbers, event.micro_batch, place))
     words = {
         "looks": [asdict(style) for style in ORDER],
         "wait": looks[WAIT],

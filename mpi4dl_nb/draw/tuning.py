@@ -52,22 +52,26 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
             label = f'scope="col" aria-label="{name} {part}"'
             lower += f'<th {label} style="{style}; font-weight: normal">{part}</th>'
     rows = ""
-    for number, each in enumerate(candidates, 1):
-        plan, name, first = each.plan, describe_plan(each.plan), str(number)
+    for number, candidate in enumerate(candidates, 1):
+        plan, name, first = candidate.plan, describe_plan(candidate.plan), str(number)
         rest = (
             str(plan.split_size),
             format_grids(plan),
             plan.schedule if plan.parts > 1 or plan.bidirectional else "–",  # no micro-batches or directions to order
             str(plan.parts),
-            format_number(each.predicted_images_per_s),
-            "failed" if each.failure else "–" if each.images_per_s is None else format_number(each.images_per_s),
-            format_bytes(each.predicted_bytes),
-            "–" if each.peak_bytes is None else format_bytes(each.peak_bytes),
+            format_number(candidate.predicted_images_per_s),
+            "failed"
+            if candidate.failure
+            else "–"
+            if candidate.images_per_s is None
+            else format_number(candidate.images_per_s),
+            format_bytes(candidate.predicted_bytes),
+            "–" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
         )
         if choose:
             label = escape(f"{choose} {number}: {name}")
             first = f'<input type="radio" value="{escape(repr(plan))}" aria-label="{label}"> {first}'
-        rows += f'<tr title="{escape(each.failure)}">' if each.failure else "<tr>"
+        rows += f'<tr title="{escape(candidate.failure)}">' if candidate.failure else "<tr>"
         rows += f'<td style="{_WORDS}; white-space: nowrap">{first}</td>'
         rows += f'<th scope="row" style="{_WORDS}; font-weight: normal">{escape(name)}</th>'
         for place, text in enumerate(rest, start=2):
@@ -89,25 +93,35 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
     A plan may be as fast as the fastest one if the times of their steps overlap. `neutral_batch` as in `tune`.
     """
     # A prediction is judged by measured / predicted: 1 is exact, less means that the plan was slower.
-    ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
+    ratios = [
+        f"{candidate.images_per_s / candidate.predicted_images_per_s:.2f}"
+        for candidate in measured
+        if candidate.images_per_s
+    ]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
-    failed = [f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure]
+    failed = [
+        f"{describe_plan(candidate.plan)} failed: {candidate.failure}" for candidate in measured if candidate.failure
+    ]
     if not ratios:
         return " ".join(failed)
 
     def compute_pace(each: Candidate, seconds: float) -> float:
         return compute_throughput(each.forecast.images, seconds, neutral_batch)
 
-    best, *others = sort_candidates((each for each in measured if each.measured), neutral_batch)
+    best, *others = sort_candidates((candidate for candidate in measured if candidate.measured), neutral_batch)
     rate = format_rate(best.forecast.images, best.measured.median_s, neutral_batch)
     title = "The fastest plan, as measured, is" if others else "Measured:"
     words = f"{title} {describe_plan(best.plan)}: {rate}."
     if by == "memory" and others:
-        least = min((best, *others), key=lambda each: each.peak_bytes or each.predicted_bytes)
+        least = min((best, *others), key=lambda candidate: candidate.peak_bytes or candidate.predicted_bytes)
         held = format_bytes(least.peak_bytes or least.predicted_bytes)
         words = f"The plan with the least memory, as measured, is {describe_plan(least.plan)}: {held}. {words}"
     slowest = compute_pace(best, max(best.measured.seconds))
-    ties = [describe_plan(each.plan) for each in others if compute_pace(each, min(each.measured.seconds)) >= slowest]
+    ties = [
+        describe_plan(candidate.plan)
+        for candidate in others
+        if compute_pace(candidate, min(candidate.measured.seconds)) >= slowest
+    ]
     if ties:
         words += f" As the times of steps vary, these may be as fast: {'; '.join(ties)}."
     return " ".join([words, counted, *failed])
@@ -140,11 +154,13 @@ def show_tuning(
     points = make_points(candidates, neutral_batch, rank_bytes, too_large)
     _draw_points(above.add_subplot(), points, rank_bytes)
     left, right = below.subplots(1, 2, sharey=True)
-    _draw_bars(left, [(each.predicted_images_per_s, each.images_per_s) for each in shown], format_number)
+    _draw_bars(left, [(candidate.predicted_images_per_s, candidate.images_per_s) for candidate in shown], format_number)
     # In MB, since the ticks of an axis in bytes would be powers of 10 and not of 2.
-    in_mb = [(each.predicted_bytes / MB, each.peak_bytes and each.peak_bytes / MB) for each in shown]
+    in_mb = [
+        (candidate.predicted_bytes / MB, candidate.peak_bytes and candidate.peak_bytes / MB) for candidate in shown
+    ]
     _draw_bars(right, in_mb, lambda held: format_bytes(round(held * MB)))
-    names = [f"{number}. {describe_plan(each.plan)}" for number, each in enumerate(shown, 1)]
+    names = [f"{number}. {describe_plan(candidate.plan)}" for number, candidate in enumerate(shown, 1)]
     left.set(xlabel="images per second", ylim=(len(shown) - 0.4, -0.6))
     left.set_yticks(range(len(shown)), names, fontsize=9)
     right.set(xlabel=MEMORY)
@@ -152,12 +168,14 @@ def show_tuning(
     above.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [PREDICTED, MEASURED])
     descriptions = []
-    for name, each in zip(names, shown, strict=True):
-        rate, memory = format_number(each.predicted_images_per_s), format_bytes(each.predicted_bytes)
+    for name, candidate in zip(names, shown, strict=True):
+        rate, memory = format_number(candidate.predicted_images_per_s), format_bytes(candidate.predicted_bytes)
         text = f"{name}: {rate} images/s and {memory} predicted"
-        if each.images_per_s is not None and each.peak_bytes is not None:
-            text += f", {format_number(each.images_per_s)} images/s and {format_bytes(each.peak_bytes)} measured"
-        descriptions.append(text + (", failed" if each.failure else ""))
+        if candidate.images_per_s is not None and candidate.peak_bytes is not None:
+            text += (
+                f", {format_number(candidate.images_per_s)} images/s and {format_bytes(candidate.peak_bytes)} measured"
+            )
+        descriptions.append(text + (", failed" if candidate.failure else ""))
     front = ", ".join(str(point.number) for point in points if point.on_front)
     limit = f" A rank may hold {format_bytes(rank_bytes)}." if rank_bytes else ""
     figure.alt = f"{title}. {'; '.join(descriptions)}. No other plan beats these in time and memory: {front}.{limit}"

@@ -95,31 +95,31 @@ def make_points(
     points = [
         TuningPoint(
             number,
-            repr(each.plan),
-            describe_plan(each.plan),
-            classify_plan(each.plan),
-            1 / each.forecast.compute_throughput(neutral_batch),
-            each.predicted_bytes,
-            1 / each.compute_pace(neutral_batch) if each.measured else None,
-            each.peak_bytes,
-            each.failure,
+            repr(candidate.plan),
+            describe_plan(candidate.plan),
+            classify_plan(candidate.plan),
+            1 / candidate.forecast.compute_throughput(neutral_batch),
+            candidate.predicted_bytes,
+            1 / candidate.compute_pace(neutral_batch) if candidate.measured else None,
+            candidate.peak_bytes,
+            candidate.failure,
         )
-        for number, each in enumerate(candidates, 1)
+        for number, candidate in enumerate(candidates, 1)
     ]
     works = [point for point in points if not point.failure]
     front = {works[place].number for place in find_pareto_front([point.cost for point in works])}
     points += [
         TuningPoint(
             0,
-            repr(each.plan),
-            describe_plan(each.plan),
-            classify_plan(each.plan),
-            1 / compute_throughput(each.images, each.seconds, neutral_batch),
-            each.peak_bytes,
+            repr(forecast.plan),
+            describe_plan(forecast.plan),
+            classify_plan(forecast.plan),
+            1 / compute_throughput(forecast.images, forecast.seconds, neutral_batch),
+            forecast.peak_bytes,
         )
-        for each in too_large
+        for forecast in too_large
     ]
-    forecasts = [*(each.forecast for each in candidates), *too_large]
+    forecasts = [*(candidate.forecast for candidate in candidates), *too_large]
     return tuple(
         _add_facts(point, forecast, point.number in front, rank_bytes)
         for point, forecast in zip(points, forecasts, strict=True)

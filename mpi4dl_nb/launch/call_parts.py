@@ -47,14 +47,14 @@ class _Arrival:
 
     def _receive(self, asked: Future[Any]) -> None:
         try:
-            found = asked.result()
-            if isinstance(found, int):
-                self._total = found
+            answer = asked.result()
+            if isinstance(answer, int):
+                self._total = answer
             elif self._total == 0:
-                self.reply.set_result(found)
+                self.reply.set_result(answer)
                 return
             else:
-                self._arrived += found
+                self._arrived += answer
             if len(self._arrived) < self._total:
                 begin = len(self._arrived)
                 self._view.apply_async(rank_server.send_part, begin, PART_BYTES).add_done_callback(self._receive)

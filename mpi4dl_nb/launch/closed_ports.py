@@ -40,12 +40,12 @@ def close_ports(process: psutil.Process) -> int:
     with suppress(OSError, psutil.Error):
         handle = os.pidfd_open(process.pid)
         try:
-            for each in process.net_connections(kind="inet"):
-                if each.status == psutil.CONN_LISTEN:
-                    found = library.syscall(_PIDFD_GETFD, handle, each.fd, 0)
-                    if found < 0:
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    descriptor = library.syscall(_PIDFD_GETFD, handle, connection.fd, 0)
+                    if descriptor < 0:
                         break
-                    with socket.socket(fileno=found) as shared:
+                    with socket.socket(fileno=descriptor) as shared:
                         shared.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
                         count += 1
         finally:

@@ -51,7 +51,7 @@ class ClusterProcesses:
 
     def keep_ranks(self, ranks: Sequence[int]) -> None:
         """Keep only these ranks, renumbered in order."""
-        self._ranks, self._numbers = ([each[rank] for rank in ranks] for each in (self._ranks, self._numbers))
+        self._ranks, self._numbers = ([column[rank] for rank in ranks] for column in (self._ranks, self._numbers))
 
     def send_signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Send a signal directly to ranks, since a helper might be stopped itself. Ended ranks are skipped."""
@@ -64,7 +64,9 @@ class ClusterProcesses:
     # psutil compares a process's start time before it sends a signal, so a pid that is used again is never hit.
     def find_killed_ranks(self) -> list[int]:
         """Return the ranks that have ended after a SIGKILL from here: a stopped supervisor does not report it."""
-        return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_running(each)]
+        return [
+            rank for rank, process in enumerate(self._ranks) if process in self._sent_kill and not is_running(process)
+        ]
 
     def is_stopped(self, helper: str) -> bool:
         """Return whether a signal has stopped the helper of that name."""

@@ -45,14 +45,14 @@ def collect_facts(order: dict) -> dict:
 
 def collect_versions(mpiexec: str) -> dict:
     """Return the versions that must be alike on all hosts; our own code is identified by a hash."""
-    found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": None, "MPI": None}
+    versions = {"Python": sys.version.split()[0], "code of mpi4dl_nb": None, "MPI": None}
     spec = importlib.util.find_spec("engines")
     if spec is not None and spec.origin:
         # The version number stays the same while someone works on the code; ranks of two states of it could hang.
         home, code = Path(spec.origin).parent, hashlib.sha256()
         for file in sorted(home.rglob("*.py")):
             code.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
-        found["code of mpi4dl_nb"] = code.hexdigest()[:12]
+        versions["code of mpi4dl_nb"] = code.hexdigest()[:12]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             [mpiexec, "--version"],
@@ -64,13 +64,13 @@ def collect_versions(mpiexec: str) -> dict:
             timeout=20,
             check=False,
         )
-        found["MPI"] = (done.stdout.strip().splitlines() or [None])[0]
+        versions["MPI"] = (done.stdout.strip().splitlines() or [None])[0]
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def find_own_address(towards: str):
@@ -93,9 +93,9 @@ def find_network(address):
     except ImportError:
         return None
     for known in psutil.net_if_addrs().values():
-        for each in known:
-            if each.address == address and each.netmask and ":" not in address:
-                return str(ipaddress.ip_network(f"{address}/{each.netmask}", strict=False))
+        for interface in known:
+            if interface.address == address and interface.netmask and ":" not in address:
+                return str(ipaddress.ip_network(f"{address}/{interface.netmask}", strict=False))
     return None
 
 

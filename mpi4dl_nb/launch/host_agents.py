@@ -133,11 +133,11 @@ class HostAgents:
             own = {"towards": towards[host], "ranks": ranks[host], "paths": _get_paths()}
             agent.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **own)
         own = host_agent.collect_versions(mpiexec)
-        found = {host: agent.wait_for_reply("facts", until_s) for host, agent in self.agents.items()}
-        for host, facts in found.items():
+        replies = {host: agent.wait_for_reply("facts", until_s) for host, agent in self.agents.items()}
+        for host, facts in replies.items():
             check_alike(host, facts, own, folder)
         Thread(target=self._send_heartbeats, name="heartbeats of host agents", daemon=True).start()
-        return found
+        return replies
 
     def get_folders(self, host: str) -> tuple[str, str]:
         """Return the cluster's folders on a host: for its files, and for shared memory."""

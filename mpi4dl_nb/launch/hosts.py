@@ -87,19 +87,19 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
         return ()
     if isinstance(wish, str | PathLike):
         lines = _read_lines(wish, f"hosts={_shorten(os.fspath(wish))} is no hostfile that can be read")
-        found = [_parse_host(text) for line in lines if (text := line.split("#")[0].strip())]
+        hosts = [_parse_host(text) for line in lines if (text := line.split("#")[0].strip())]
     elif isinstance(wish, Mapping):
-        found = [_make_host(name, slots) for name, slots in wish.items()]
+        hosts = [_make_host(name, slots) for name, slots in wish.items()]
     elif isinstance(wish, Iterable):
-        found = [_parse_host(text) for text in wish]
+        hosts = [_parse_host(text) for text in wish]
     else:
         raise PlanError(f"hosts={wish!r} must be a list of names, a dict of slots by name, or a hostfile's path.")
-    if not found:
+    if not hosts:
         raise PlanError(f"hosts={wish!r} names no host. Leave it away to start the ranks on this machine.")
-    (name, times), *_ = Counter(host.name for host in found).most_common(1)
+    (name, times), *_ = Counter(host.name for host in hosts).most_common(1)
     if times > 1:
         raise PlanError(f"hosts names {name!r} {times} times. Name it once, with its slots.")
-    return tuple(found)
+    return tuple(hosts)
 
 
 def _read_lines(path: str | PathLike[str], what: str) -> list[str]:
@@ -112,9 +112,9 @@ def _read_lines(path: str | PathLike[str], what: str) -> list[str]:
 
 def _parse_host(text: Any) -> Host:
     # The length first: a long line of colons would take time that grows with its square.
-    if not isinstance(text, str) or len(text) > 2 * _NAME_LENGTH or not (found := _LINE.fullmatch(text.strip())):
+    if not isinstance(text, str) or len(text) > 2 * _NAME_LENGTH or not (match := _LINE.fullmatch(text.strip())):
         raise PlanError(f"The host {_shorten(text)} must be a name, or a name with its slots: 'node2:3'.")
-    return _make_host(found["name"], found["short"] if found["short"] is not None else found["slots"])
+    return _make_host(match["name"], match["short"] if match["short"] is not None else match["slots"])
 
 
 def _make_host(name: Any, slots: Any) -> Host:
@@ -240,7 +240,7 @@ def read_allocation(variables: Mapping[str, str] = os.environ) -> Allocation | N
     if path := variables.get("PBS_NODEFILE", ""):
         lines = map(str.strip, _read_lines(path, f"PBS_NODEFILE={path} can't be read"))
         slots_of = Counter(filter(None, lines))  # a line for each slot
-        return Allocation("PBS", variables.get("PBS_JOBID", "?"), tuple(Host(*each) for each in slots_of.items()))
+        return Allocation("PBS", variables.get("PBS_JOBID", "?"), tuple(Host(*pair) for pair in slots_of.items()))
     return None
 
 
@@ -249,15 +249,15 @@ def _parse_slots(variables: Mapping[str, str], hosts: int) -> list[int]:
     name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if variables.get(key)), None)
     if name is None:
         return [1] * hosts
-    found = [_COUNT.fullmatch(part) for part in variables[name].split(",")]
-    if not all(found):
+    matches = [_COUNT.fullmatch(part) for part in variables[name].split(",")]
+    if not all(matches):
         raise PlanError(
             f"{name}={_shorten(variables[name])} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...]."
         )
-    times = [int(match[2] or 1) for match in found]
+    times = [int(match[2] or 1) for match in matches]
     if sum(times) != hosts:  # before the list is written out, which may be long
         raise PlanError(f"{name}={_shorten(variables[name])} is for {sum(times):,} hosts, but the job has {hosts:,}.")
-    return [int(match[1]) for match, repeats in zip(found, times, strict=True) for _ in range(repeats)]
+    return [int(match[1]) for match, repeats in zip(matches, times, strict=True) for _ in range(repeats)]
 
 
 def expand_nodes(nodes: str) -> list[str]:
@@ -272,9 +272,9 @@ def expand_nodes(nodes: str) -> list[str]:
     # brackets, as of "node[1,[2]]" and "node]", leave an empty part.
     parts, at = list[str](), 0
     while at <= len(nodes):
-        found = _PARTS.match(nodes, at)
-        parts.append(found[0].strip() if "]" not in re.sub(r"\[[^\[\]]*\]", "", found[0]) else "")
-        at = found.end()
+        match = _PARTS.match(nodes, at)
+        parts.append(match[0].strip() if "]" not in re.sub(r"\[[^\[\]]*\]", "", match[0]) else "")
+        at = match.end()
         if at < len(nodes) and nodes[at] != ",":
             parts.append("")
             break
@@ -311,11 +311,11 @@ def _parse_ranges(piece: str, nodes: str) -> list[Sequence[str]]:
         return [[piece]]
     ranges = list[Sequence[str]]()
     for item in piece[1:-1].split(","):
-        found = _RANGE.fullmatch(item.strip())
-        if not found or int(found[2] or found[1]) < int(found[1]):
+        match = _RANGE.fullmatch(item.strip())
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise PlanError(
                 f"{_shorten(item)} in {_shorten(nodes)} is no number of up to 9 digits, nor a range that ascends. Name "
                 "the hosts: hosts=[...]."
             )
-        ranges.append(_Range(found[1], found[2] or found[1]))
+        ranges.append(_Range(match[1], match[2] or match[1]))
     return ranges

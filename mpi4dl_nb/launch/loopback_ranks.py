@@ -33,8 +33,8 @@ class LoopbackRanks(Ranks):
         self._hosts = [rank_server.RankServer(world) for world in worlds]
         self._threads: dict[int, Thread] = {}  # of the last call of each rank
         self._lines: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
-        for rank, each in enumerate(self._hosts):
-            each.board.output = LineBuffer(lambda line, rank=rank, lines=self._lines: lines.put((rank, line)))
+        for rank, host in enumerate(self._hosts):
+            host.board.output = LineBuffer(lambda line, rank=rank, lines=self._lines: lines.put((rank, line)))
 
     def count(self) -> int:
         """Return the number of ranks."""
@@ -109,8 +109,8 @@ class SingleThreadRanks(LoopbackRanks):
     def __init__(self, n: int) -> None:
         self._relay, self._asked = RankScheduler(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
         self._make_servers(self._relay.worlds)
-        for rank, each in enumerate(self._hosts):
-            self._relay.register(rank, partial(_offload_trainings, each))
+        for rank, host in enumerate(self._hosts):
+            self._relay.register(rank, partial(_offload_trainings, host))
         self._interrupted = self._stopped = False
         Thread(target=self._run_calls, name="ranks in turn", daemon=True).start()
 

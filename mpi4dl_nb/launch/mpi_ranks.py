@@ -213,7 +213,7 @@ class MpiRanks:
         self._processes.add_helper(_HELPERS[len(self._launchers)], launcher.pid)
         self._launchers.append(launcher)
         self._reaper.add_process(launcher.pid)
-        PidFile.of(self._place, *(each.pid for each in self._launchers)).write()
+        PidFile.of(self._place, *(helper.pid for helper in self._launchers)).write()
 
     # The one wait of a start: every phase notices a process that has ended, was stopped, or does nothing.
     def _wait(self, count: Callable[[], int], what: str | Callable[[int], str], of: int = 1) -> None:
@@ -278,8 +278,8 @@ class MpiRanks:
     def _name_ended_helper(self) -> str:
         """Name the helper that ended first: the reaper, which may have ended the other one since, knows the order."""
         first = self._reaper.get_ended_pids()
-        gone = [each for each in zip(_HELPERS, self._launchers, strict=False) if each[1].poll() is not None]
-        name, launcher = min(gone, key=lambda each: each[1].pid not in first)
+        gone = [helper for helper in zip(_HELPERS, self._launchers, strict=False) if helper[1].poll() is not None]
+        name, launcher = min(gone, key=lambda helper: helper[1].pid not in first)
         return f"{name} (process {launcher.pid})"
 
     def _make_start_error(self, what: str) -> RankError:
@@ -349,7 +349,7 @@ class MpiRanks:
             return
         cut = self._across.find_lost_ranks()  # a nanny there would not answer
         ids = [self._ids[rank] for rank in ranks if self._began_as[rank] not in cut]
-        if alive := [each for each in ids if each in self._client.ids]:
+        if alive := [engine for engine in ids if engine in self._client.ids]:
             wait([self._client.send_signal(number, alive, block=False)], timeout=1)
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
@@ -362,11 +362,11 @@ class MpiRanks:
         # A supervisor's report and the hub's notice take different ways and arrive in any order. Wait once per rank:
         # whatever stays unexplained is not waited for again, since this is polled.
         while True:
-            found = self._find_lost()
-            unexplained = {self._began_as[rank] for rank, ended in found.items() if ended == RankExit(None)}
+            lost = self._find_lost()
+            unexplained = {self._began_as[rank] for rank, ended in lost.items() if ended == RankExit(None)}
             if unexplained <= self._unexplained or time.monotonic() > deadline_s:
                 self._unexplained |= unexplained
-                return found
+                return lost
             time.sleep(_LOOK_S)
 
     def _find_lost(self) -> Mapping[int, RankExit]:
@@ -390,14 +390,14 @@ class MpiRanks:
             with_helper = RankExit(None, helper=self._name_ended_helper())
             self._ended_with_helper = {rank: ended.get(rank, with_helper) for rank in self._began_as}
         ended |= self._ended_with_helper
-        found = {
+        lost = {
             rank: began_as
             for rank, (number, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
             if began_as in ended or number not in alive
         }
-        known = [*ended, *(began_as for began_as in found.values() if began_as not in ended)]
-        order = sorted(found, key=lambda rank: known.index(found[rank]))
-        return {rank: ended.get(found[rank], RankExit(None)) for rank in order}
+        known = [*ended, *(began_as for began_as in lost.values() if began_as not in ended)]
+        order = sorted(lost, key=lambda rank: known.index(lost[rank]))
+        return {rank: ended.get(lost[rank], RankExit(None)) for rank in order}
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer."""
@@ -418,7 +418,7 @@ class MpiRanks:
         kept = [rank for rank in range(self._n) if rank not in set(ranks)]
         self._n = len(kept)
         self._ids, self._began_as, self._views, self._outputs = (
-            [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._outputs)
+            [column[rank] for rank in kept] for column in (self._ids, self._began_as, self._views, self._outputs)
         )
         if not self._across:
             self._processes.keep_ranks(kept)

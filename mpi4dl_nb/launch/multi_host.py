@@ -66,17 +66,17 @@ class RemoteShell:
         """Return addresses by host. Raises PlanError if a host has no address, or if there is no ssh."""
         if not self.srun and not shutil.which(self.agent[0]):
             raise PlanError(f"There is no program {self.agent[0]!r} to reach hosts with. Install an ssh client.")
-        found = {}
+        addresses = {}
         for host in hosts:
             name = host if self.srun else self._resolve_host_name(host)
             try:
-                found[host] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+                addresses[host] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
             except OSError as error:
                 raise PlanError(
                     f"The host {host!r} has no address: {error.strerror or error}. Is it spelled right? A name of your "
                     "own goes into ~/.ssh/config (Host, HostName) or /etc/hosts."
                 ) from error
-        return found
+        return addresses
 
     def _resolve_host_name(self, host: str) -> str:
         """Return the host name by the user's ssh configuration, which may define short names."""
@@ -157,10 +157,10 @@ class MultiHost:
 
     def make_controller_flags(self) -> list[str]:
         """Return flags of the controller: engines connect from the hosts, and the client from this machine."""
-        own = self.address
+        address = self.address
         return [
-            f"--IPController.engine_ip={own}",
-            f"--IPController.location={own}",
+            f"--IPController.engine_ip={address}",
+            f"--IPController.location={address}",
             "--IPController.client_ip=127.0.0.1",
         ]
 
@@ -218,30 +218,30 @@ class MultiHost:
 
     def make_engine_flags(self, program: Sequence[str]) -> list[str]:
         """Return the flags with which mpiexec runs `program`, the engine, on the hosts in each one's cluster folder."""
-        found = self.reach.make_mpiexec_flags()
+        flags = self.reach.make_mpiexec_flags()
         # On a host MPI's daemon, too, has its home and its files in the cluster's folder there.
         daemon = enter_folder(Path(self._home).name, ["prted"])
-        found += ["--prtemca", "prte_launch_agent", " ".join(daemon)]
+        flags += ["--prtemca", "prte_launch_agent", " ".join(daemon)]
         # Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host.
         known = {facts["network"] for facts in self._facts.values()} | {find_network(self.address)}
         known -= {"127.0.0.0/8"}
         if known and None not in known:
             networks = ",".join(sorted(known))
             if not any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):
-                found += ["--mca", "btl_tcp_if_include", networks]
+                flags += ["--mca", "btl_tcp_if_include", networks]
             if not any(name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in os.environ):
-                found += ["--prtemca", "prte_if_include", networks]
+                flags += ["--prtemca", "prte_if_include", networks]
         for name, value in {"prte_local_tmpdir_base": self._home, **_ALIVE}.items():
-            found += ["--prtemca", name, str(value)]
+            flags += ["--prtemca", name, str(value)]
         # One program after another, each with its own variables, but all in the same MPI_COMM_WORLD:
         #
         #     mpiexec ... -n 2 -H node1:2 start.py --with-file .../variables.json python ... : -n 1 -H node2:1 ...
         for number, share in enumerate(self.shares):
             count, (home, _) = len(share.ranks), self._agents.get_folders(share.name)
-            found += [":"] * (number > 0)
-            found += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
-            found += add_variables(str(Path(home, _VARIABLES)), program)
-        return found
+            flags += [":"] * (number > 0)
+            flags += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
+            flags += add_variables(str(Path(home, _VARIABLES)), program)
+        return flags
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer."""

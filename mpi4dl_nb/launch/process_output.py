@@ -217,7 +217,7 @@ class OutputPrinter:
                 note = self._meter.report_dropped()
                 passed.append((line.stream, f"{note}{chr(10) * bool(note)}[rank {rank}] {line.text}\n"))
         # Neighbours of the same stream are written at once: each write costs a message to the page.
-        for stream, texts in groupby(passed, key=lambda each: each[0]):
+        for stream, texts in groupby(passed, key=lambda pair: pair[0]):
             with suppress(OSError, ValueError):
                 # Not `print`, which would write into a progress bar.
                 tqdm.write("".join(text for _, text in texts), file=getattr(sys, stream), end="")

@@ -123,7 +123,7 @@ def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
             released = pids is None
             watched += [psutil.Process(pid) for pid in pids or ()]
     with contextlib.suppress(OSError):  # the notebook may be dead
-        os.write(1, b"".join(b"%d\n" % each.pid for each in watched if not is_running(each)))
+        os.write(1, b"".join(b"%d\n" % process.pid for process in watched if not is_running(process)))
     end_cluster(name)
     deadline = time.monotonic() + _GRACE_S  # the notebook may still read their last output
     while not released and os.getppid() == notebook and time.monotonic() < deadline:

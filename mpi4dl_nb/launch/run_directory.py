@@ -210,10 +210,10 @@ def _find_runtime_folder() -> Path | None:
 def _is_own_folder(folder: Path) -> bool:
     """Return whether a path is a folder of this user, and no symbolic link."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _is_same_process(pid: int, began: float) -> bool:

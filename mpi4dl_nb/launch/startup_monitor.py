@@ -118,7 +118,9 @@ class StartupMonitor:
         if self._done_s - self._done_at_sign_s > _SIGN_S + self._least_share * (now_s - self._sign_s):
             self._sign_s, self._done_at_sign_s = now_s, self._done_s
         # A process that is found stopped may have been so since the look before.
-        self._stopped_since_s = {each: self._stopped_since_s.get(each, before_s) for each in self._find_stopped()}
+        self._stopped_since_s = {
+            process: self._stopped_since_s.get(process, before_s) for process in self._find_stopped()
+        }
 
     def _report_delay(self, now_s: float, what: str) -> None:
         taken_s = now_s - self._began_s
@@ -213,10 +215,12 @@ def describe_network_settings(variables: Mapping[str, str] = os.environ) -> str:
     >>> describe_network_settings({"OMPI_MCA_btl": "self,tcp", "HOME": "/root"})
     'These variables steer its network: OMPI_MCA_btl=self,tcp. If they are left over from other work, unset them.'
     """
-    found = [f"{name}={value:.80}" for name, value in sorted(variables.items()) if _STEERING.match(name)]
-    if not found:
+    settings = [f"{name}={value:.80}" for name, value in sorted(variables.items()) if _STEERING.match(name)]
+    if not settings:
         return ""
-    return f"These variables steer its network: {', '.join(found)}. If they are left over from other work, unset them."
+    return (
+        f"These variables steer its network: {', '.join(settings)}. If they are left over from other work, unset them."
+    )
 
 
 # Known causes of failed starts, recognised in the output of processes, with their remedies.

@@ -125,12 +125,13 @@ class SupervisorReports:
                 if now_s - reported_s >= _SILENT_S
             }
             idle = {rank: still for rank, still in self._still.items() if still.idle}
-            found = {**self._still, **silent, **idle}
+            stalled = {**self._still, **silent, **idle}
             if self._cut_off_s is None:
-                return found
+                return stalled
             cut_off = StalledRank(RankStatus("", self._cut_off_s))
             return {
-                rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._reported_s
+                rank: max(stalled.get(rank, cut_off), cut_off, key=lambda still: still.for_s)
+                for rank in self._reported_s
             }
 
     def parse_line(self, line: bytes) -> None:

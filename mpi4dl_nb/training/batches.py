@@ -84,7 +84,7 @@ def _to_tensor(name: str, given: Any) -> Tensor:
             remedy = f"Give the tensor in it, such as batch[{next(iter(given), name)!r}]."
         elif isinstance(given, str | PathLike):
             remedy = "Files are read by folder_images and table_images, for fit, and by open_image."
-        elif isinstance(given, list | tuple) and any(isinstance(each, Tensor) for each in given):
+        elif isinstance(given, list | tuple) and any(isinstance(part, Tensor) for part in given):
             remedy = f"Make one of them: torch.stack({name}) or torch.cat({name})" + (
                 "; several images of one sample are channels of one image: torch.cat(images, 1)."
                 if name == "images"

@@ -131,14 +131,16 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     with use_default_type_of(training.recipe.graph):
         warn_of_mixing(training.model, recipe, len(images), stacklevel=3, at_once=True)
     # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
-    found = []
+    predictions = []
     with _begin_prediction(training, rank_functions.begin_prediction, recipe) as (_, call):
         for part in images.split(count):
             # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
             filled = part[torch.arange(count) % len(part)]
             replies = call("predict", per_rank=[(cut_inputs(program, {"images": filled}),) for program in programs])
-            found.append(join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
-    return torch.cat(found)
+            predictions.append(
+                join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)]
+            )
+    return torch.cat(predictions)
 
 
 def predict_picture(
@@ -177,8 +179,8 @@ def predict_picture(
             )
     # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect
     # between two rounds.
-    own = rank_functions.begin_tiled_prediction, replace(recipe, state={}), request, sink
-    with _begin_prediction(training, *own) as ((rounds, *_), call):
+    arguments = rank_functions.begin_tiled_prediction, replace(recipe, state={}), request, sink
+    with _begin_prediction(training, *arguments) as ((rounds, *_), call):
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
             call("step")
         return call("finish")[0]

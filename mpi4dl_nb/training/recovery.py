@@ -59,7 +59,7 @@ class FailureRecovery:
 
     def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
         """Remember a checkpoint that was just saved at the position `mark`, and what tells it from any other."""
-        there = [each for each in self._saved if each[1].exists() and each[1] != path]
+        there = [checkpoint for checkpoint in self._saved if checkpoint[1].exists() and checkpoint[1] != path]
         with suppress(CheckpointError):  # one that cannot be read even now is none to go back to
             there.append((mark, path, read_outline(path)))
         self._saved = there
@@ -156,8 +156,10 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
     machine = training.cluster.calibrate(accept_noise=True)
     warn_of_gpus(training.cluster.call, training.recipe.device)
-    found = search(ranks, batch, training.traces.get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked)
-    return found.fitting[0].plan
+    forecasts = search(
+        ranks, batch, training.traces.get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked
+    )
+    return forecasts.fitting[0].plan
 
 
 def _normalises_alike(plan: Plan, now: Plan, layers: Sequence[Layer]) -> bool:
@@ -168,8 +170,8 @@ def _normalises_alike(plan: Plan, now: Plan, layers: Sequence[Layer]) -> bool:
         return False
     # The same tiles must cover the same layers. With fused halos, two ranks normalise the pixels that both compute.
     tiled = [
-        [pair for pair in zip(each.grids, cut_stages(layers, each), strict=True) if pair[0].tiles > 1]
-        for each in (plan, now)
+        [pair for pair in zip(compared.grids, cut_stages(layers, compared), strict=True) if pair[0].tiles > 1]
+        for compared in (plan, now)
     ]
-    fused = [(each.halo_d2, each.fused_layers) for each in (plan, now)]
+    fused = [(compared.halo_d2, compared.fused_layers) for compared in (plan, now)]
     return tiled[0] == tiled[1] and fused[0] == fused[1]

@@ -123,7 +123,7 @@ class StepDebugger(FactTable):
             raise PlanError(describe_unknown(f"unit={unit!r} is unknown", unit, UNITS))
         self._check_open()
         now = self.event.places
-        ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
+        ends = [find_block_end(steps, at, unit) for steps, at in zip(self.steps, now, strict=True)]
         # Instructions of two ranks, with `|` at the end of the current unit of each:
         #
         #     rank 0   a  b |  send  c
@@ -178,7 +178,7 @@ class StepDebugger(FactTable):
             return (
                 rank in (None, who)
                 # "layer1" is met by the module layer1.0, but not by layer10
-                and (layer is None or any(f"{each}.".startswith(f"{layer}.") for each in (place.layer, *place.modules)))
+                and (layer is None or any(f"{name}.".startswith(f"{layer}.") for name in (place.layer, *place.modules)))
                 and kind in (None, place.kind)
                 and phase in (None, place.phase_name)
                 and micro_batch in (None, place.step.micro_batch)
@@ -258,8 +258,8 @@ class StepDebugger(FactTable):
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, in order."""
-        found = (place.layer for steps in self.steps for place in steps if place.layer)
-        return tuple(dict.fromkeys(found))
+        names = (place.layer for steps in self.steps for place in steps if place.layer)
+        return tuple(dict.fromkeys(names))
 
     # ---- inspecting
 
@@ -341,7 +341,9 @@ class StepDebugger(FactTable):
                 standing.process_bytes,
             )
             ranks.append(event)
-        moved = (each for each in ranks if each.moved and each.did is not None)
-        just_moved = tuple(transfer for each in moved for transfer in find_transfers(each.rank, each.did))
+        moved = (rank_event for rank_event in ranks if rank_event.moved and rank_event.did is not None)
+        just_moved = tuple(
+            transfer for rank_event in moved for transfer in find_transfers(rank_event.rank, rank_event.did)
+        )
         loss = statistics.fmean(losses.values()) if losses else None
         self.event = StepEvent(number, tuple(ranks), just_moved, now, now == self.order.ends, loss)

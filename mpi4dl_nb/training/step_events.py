@@ -95,7 +95,7 @@ class StepEvent(FactTable):
         loss = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
         return {
             "instructions done": ", ".join(map(str, self.places)),
-            "moved": ", ".join(f"rank {each.rank}" for each in self.ranks if each.moved) or "no rank",
+            "moved": ", ".join(f"rank {rank.rank}" for rank in self.ranks if rank.moved) or "no rank",
             "messages": len(self.transfers),
             **loss,
             "done": "yes" if self.done else "no",
@@ -165,13 +165,13 @@ class StepView(FactTable):
     @cached_property
     def groups(self) -> tuple[PanelGroup, ...]:
         """The panels that show something, grouped by value and stage."""
-        found: dict[tuple[str, bool, int], list[RankPanel]] = {}
+        groups: dict[tuple[str, bool, int], list[RankPanel]] = {}
         for panel in self.panels:
             if panel.seen is not None:
                 did = self.event.ranks[panel.rank].did
                 stage = did.work.stage if did is not None else -1  # the input images, before the first instruction
-                found.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
-        return tuple(PanelGroup(tuple(panels)) for panels in found.values())
+                groups.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
+        return tuple(PanelGroup(tuple(panels)) for panels in groups.values())
 
     @property
     def last_channel(self) -> int:
@@ -194,9 +194,9 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
         #
         #     forward   rank 0 ── edge pixels ──> rank 1
         #     backward  rank 0 <── their gradients ── rank 1, added to the rank's own
-        for each in messages.receives:
-            plane = exchange.get_plane(each.move.tile)
-            yield Transfer(exchange.key, exchange.kind, each.peer, rank, each.move, each.bytes, back, plane)
+        for message in messages.receives:
+            plane = exchange.get_plane(message.move.tile)
+            yield Transfer(exchange.key, exchange.kind, message.peer, rank, message.move, message.bytes, back, plane)
 
 
 def make_schedule(compiler: Compiler) -> Schedule:
@@ -289,9 +289,9 @@ class StepInspector:
         if show not in SHOWN:
             raise PlanError(describe_unknown(f"show={show!r} is unknown", show, SHOWN))
         asked = [self._choose_target(rank, show) for rank in event.ranks]
-        answers = self.ask("view", [(each.make_request(channel, image, bound_px),) for each in asked])
+        answers = self.ask("view", [(target.make_request(channel, image, bound_px),) for target in asked])
         triples = zip(event.ranks, asked, answers, strict=True)
-        panels = tuple(each.make_panel(rank, seen, image) for rank, each, (seen, _) in triples)
+        panels = tuple(target.make_panel(rank, seen, image) for rank, target, (seen, _) in triples)
         # The messages of the last instructions, each with its effect on the rank that received it. A rank tells of no
         # effect if the value is gone by now.
         effects = [landed for _, landed in answers]
@@ -299,7 +299,7 @@ class StepInspector:
             (
                 sent,
                 next(
-                    (each for each in effects[sent.target] if each.move == sent.move),
+                    (effect for effect in effects[sent.target] if effect.move == sent.move),
                     ReceivedMessage(sent.move, None, None, None),
                 ),
             )
@@ -323,17 +323,17 @@ class StepInspector:
 
     def assemble_tensor(self, name: str, gradient: bool, micro_batch: int) -> Tensor:
         """See `mpi4dl_nb.training.step_debugger.StepDebugger.tensor`."""
-        found = list(self.extents.find_shards(micro_batch, name))
-        asked = {rank: extent.name for rank, extent in found}
+        shards = list(self.extents.find_shards(micro_batch, name))
+        asked = {rank: extent.name for rank, extent in shards}
         tensors = self.ask("get_tensor", [(asked.get(rank), micro_batch, gradient) for rank in range(len(self.steps))])
-        there = [(extent, tensors[rank]) for rank, extent in found if tensors[rank] is not None]
+        there = [(extent, tensors[rank]) for rank, extent in shards if tensors[rank] is not None]
         what = "the gradient of " * gradient + repr(name)
         # A gradient may be partial: ranks that have not contributed yet count as zero. A value must be complete.
-        if not there or (not gradient and len(there) < len(found)):
+        if not there or (not gradient and len(there) < len(shards)):
             raise PlanError(
                 f"Not all ranks hold {what} of micro-batch {micro_batch} now: it is not made yet, is gone "
                 "already, or is never kept, being used up where it is made. Go on, or restart; layers keep their ends."
             )
-        if not found[0][1].axes and found[0][1].images is None and not gradient:
+        if not shards[0][1].axes and shards[0][1].images is None and not gradient:
             return there[0][1]  # replicated: every rank holds the same
         return assemble_shards(there, adds=gradient)

@@ -257,37 +257,37 @@ class Training(TrainingHandle):
         # One process computes in the modes in which the model was when the ranks got it.
         modes = self.traces.get_state().apply_modes(self.model, self.loss)
         with modes, show_status("Comparing with one process: preparing ...", LATER_S) as line:
-            found = self._compare_in_best_type(data, seed, precision, line)
-        return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
+            comparison = self._compare_in_best_type(data, seed, precision, line)
+        return VerifyResult(comparison, seconds=round(time.perf_counter() - start_s, 2))
 
     def _compare_in_best_type(
         self, data: Iterable[Batch] | None, seed: int, precision: str, line: StatusLine
     ) -> VerifyResult:
         """Compare in `precision`; in float32, and say so in `why`, if what is computed cannot follow to float64."""
-        own = torch.get_default_dtype()
+        current = torch.get_default_dtype()
         # From the sharpest comparison to the one that always exists, each with the type of constants without one:
         #
         #     float64, float64    class weights such as torch.tensor([1.0, 3.0]) follow the model to float64
         #     float64, float32    a loss that casts to float32 itself, as prediction.float(), meets such weights
         #     float32, float32    as the user's own loop: what is cast to float32 meets weights of the model
-        ways = [(precision, own)]
+        ways = [(precision, current)]
         if precision == "float64" != self.plan.held_in:
-            ways = [("float64", torch.float64), ("float64", own), ("float32", own)]
+            ways = [("float64", torch.float64), ("float64", current), ("float32", current)]
         failed: list[Mpi4dlError] = []
         for kind, default in ways:
             try:
-                with use_default_type(default) if default is not own else nullcontext():
-                    found = self._compare_with_reference(data, seed, kind, line)
+                with use_default_type(default) if default is not current else nullcontext():
+                    comparison = self._compare_with_reference(data, seed, kind, line)
             except (TraceError, VerifyError) as error:
                 failed.append(error)
                 continue
             if kind == precision:
-                return found
+                return comparison
             said = (
                 "The model or its loss cannot be computed in float64, so that ranks and one process are compared in "
                 f"float32, as near as its rounding allows. In float64: {failed[0]}"
             )
-            return VerifyResult(found, why=" ".join(filter(None, (found.get("why", ""), said))))
+            return VerifyResult(comparison, why=" ".join(filter(None, (comparison.get("why", ""), said))))
         raise failed[0]
 
     def _compare_with_reference(

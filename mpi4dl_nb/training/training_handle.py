@@ -79,9 +79,9 @@ class TrainingHandle:
         state = ModelState.of(model, self.loss)  # a user may call model.eval() for a prediction of one's own
         self.traces = TraceCache(model, image_shape, self.loss, labels, device, state)
         # `load` and `verify` prepare the same training for another plan or precision.
-        own = self.loss, optimiser, labels, device, clip_norm, scheduler
+        settings = self.loss, optimiser, labels, device, clip_norm, scheduler
         self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
-            model, plan, image_shape, *own, self.traces.get_graph(plan)
+            model, plan, image_shape, *settings, self.traces.get_graph(plan)
         )
         with show_status(f"Tracing {type(model).__name__} ...", LATER_S) as line:
             self.recipe = self._prepare(plan)
@@ -109,10 +109,10 @@ class TrainingHandle:
     def _create(self) -> None:
         # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
         self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
-        own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
+        recipes = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
         with self.cluster.turn:
             freed = tuple(self.cluster.freed)
-            self.cluster.call(rank_functions.create, self.name, freed, self.identity, per_rank=own)
+            self.cluster.call(rank_functions.create, self.name, freed, self.identity, per_rank=recipes)
             del self.cluster.freed[: len(freed)]
 
     def step(self, images: Any, labels: Any) -> float:
@@ -239,8 +239,8 @@ class TrainingHandle:
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
-        found = open_checkpoint(make_absolute(path), recipe, self.identity)
-        found.warn_of_passed_over(stacklevel=2)
+        checkpoint = open_checkpoint(make_absolute(path), recipe, self.identity)
+        checkpoint.warn_of_passed_over(stacklevel=2)
         with self.cluster.turn:
             self.reports = []
             # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
@@ -249,10 +249,10 @@ class TrainingHandle:
                 self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
                 self._create()
                 self.feed_state, self.steps = None, 0
-            self.cluster.call(rank_functions.load, self.name, found.path)
-            self.feed_state, self.steps, self.saved = found.feed, found.step, found.path
-            self.identity = found.identity
-        return found.step
+            self.cluster.call(rank_functions.load, self.name, checkpoint.path)
+            self.feed_state, self.steps, self.saved = checkpoint.feed, checkpoint.step, checkpoint.path
+            self.identity = checkpoint.identity
+        return checkpoint.step
 
     def close(self) -> None:
         """Free the memory that the ranks hold for this training."""
@@ -273,7 +273,7 @@ class TrainingHandle:
 
 def describe_training(training: TrainingHandle) -> dict[str, object]:
     """Return the model and the plan of a training, its progress, and the memory of the ranks."""
-    found = {
+    facts = {
         "Model": type(training.model).__name__,
         "Images of a step": " × ".join(map(str, training.recipe.step_specs["images"].shape)),
         "Plan": training.plan.summary,
@@ -283,8 +283,8 @@ def describe_training(training: TrainingHandle) -> dict[str, object]:
     }
     losses = {number: loss for report in training.reports for number, loss in report.losses.items()}
     if losses:
-        found["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
+        facts["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
         memory = [report.memory_bytes for report in training.reports]
         one = training.cluster.is_one_process
-        found["Memory"] = f"{format_bytes(memory[0])}, all ranks" if one else ", ".join(map(format_bytes, memory))
-    return found
+        facts["Memory"] = f"{format_bytes(memory[0])}, all ranks" if one else ", ".join(map(format_bytes, memory))
+    return facts

@@ -88,13 +88,13 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self.planning, plan = self._first, plan or Plan()
         shape = self._first.traces.image_shape
         self.knobs = {
-            each.name: Knob(each.name, getattr(plan, each.name), self._handle_change) for each in fields(Plan)
+            field.name: Knob(field.name, getattr(plan, field.name), self._handle_change) for field in fields(Plan)
         }
         self.image_px, self.batch = (
-            Knob(*each, self._handle_change) for each in ((IMAGE_PX, shape[2]), (BATCH, shape[0]))
+            Knob(*setting, self._handle_change) for setting in ((IMAGE_PX, shape[2]), (BATCH, shape[0]))
         )
         self.machine = Knob(MACHINE, OWN if machine is None else resolve_machine(machine).name, self._handle_change)
-        self._all = self.knobs | {each.name: each for each in (self.image_px, self.batch, self.machine)}
+        self._all = self.knobs | {knob.name: knob for knob in (self.image_px, self.batch, self.machine)}
         self.start = StartButton(self._start)
         self._compiling, self._counting, self._starting = LatestOnly(), LatestOnly(), LatestOnly()
         self._turn, self._is_quiet, self._numbers = RLock(), False, count(1)
@@ -135,8 +135,10 @@ class Configurator(StillFigure, ipywidgets.VBox):
     @property
     def figure(self) -> Drawing:
         """The last valid plan as a figure, with what is counted of it by now."""
-        found = self._found
-        return draw_ranks(found.plan, found.loads, COUNTING, self._foreseen) if found else draw_ranks(self._plan)
+        compiled = self._found
+        return (
+            draw_ranks(compiled.plan, compiled.loads, COUNTING, self._foreseen) if compiled else draw_ranks(self._plan)
+        )
 
     @property
     def wrong(self) -> dict[str, str]:
@@ -146,7 +148,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def wait(self, within_s: float = PATIENCE_S) -> bool:
         """Wait for pending traces, counts and starts, up to `within_s` seconds each. Return whether all are done."""
-        return all(each.wait(within_s) for each in (self._compiling, self._counting, self._starting))
+        return all(work.wait(within_s) for work in (self._compiling, self._counting, self._starting))
 
     def set_texts(self, texts: Mapping[str, Any]) -> None:
         """Set several knobs at once, from what a page shows of them. `grid` is rows and columns of the tiles."""
@@ -159,8 +161,8 @@ class Configurator(StillFigure, ipywidgets.VBox):
                     self._all[name].text = text
 
     def __dir__(self) -> list[str]:
-        own = ["batch", "cluster", "figure", "forecast", "image_px", "knobs", "machine", "plan", "programs", "start"]
-        return [*own, "wait", "wrong"]
+        names = ["batch", "cluster", "figure", "forecast", "image_px", "knobs", "machine", "plan", "programs", "start"]
+        return [*names, "wait", "wrong"]
 
     def _follow_cluster(self) -> None:
         """Show the ranks and the times anew if the cluster was calibrated, resized, stopped or lost since.
@@ -256,10 +258,10 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _accept(self, planning: PlanCache, plan: Plan, shown: tuple[int, str, PlanShape]) -> None:
         """Make `plan` current and show its ranks. Memory and times are counted in the background."""
-        found, machine = planning.get_compiled(plan), self._resolve_machine()
-        is_counted = found.is_counted(machine)
+        compiled, machine = planning.get_compiled(plan), self._resolve_machine()
+        is_counted = compiled.is_counted(machine)
         self.planning, self._shown, self._foreseen = planning, shown, ""
-        self._found = found if is_counted else found.untimed
+        self._found = compiled if is_counted else compiled.untimed
         self._gauges = {"plan": shown[0], "now": self._gauges["now"], "before": self._gauges["now"]}
         self.view.show_shape(*shown)
         self._show_costs(machine, "", is_counted)
@@ -274,13 +276,13 @@ class Configurator(StillFigure, ipywidgets.VBox):
             why = ""
             try:
                 with pause_gc():
-                    found = planning.predict_costs(plan, wanted, is_asked)
+                    compiled = planning.predict_costs(plan, wanted, is_asked)
             except Mpi4dlError as error:
-                found, why = planning.get_compiled(plan).untimed, str(error)
+                compiled, why = planning.get_compiled(plan).untimed, str(error)
             with self._turn:
-                if found is None or not is_asked():
+                if compiled is None or not is_asked():
                     return
-                self._found = found
+                self._found = compiled
                 self._show_costs(machine, why, bool(why) or wanted is machine)
             if why:
                 break
@@ -288,12 +290,12 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _show_costs(self, machine: Machine | None, why: str, is_complete: bool) -> None:
         """Show the loads of the current plan's ranks, and its gauges once they are complete."""
-        found, (number, *_) = self._found, self._shown
-        self.view.show_loads(number, *describe_load_groups(found.loads, machine))
+        compiled, (number, *_) = self._found, self._shown
+        self.view.show_loads(number, *describe_load_groups(compiled.loads, machine))
         if is_complete:
-            self._foreseen = why or (describe_forecast(found.forecast, machine) if found.forecast else NO_MACHINE)
-            made = measure_gauges(found.loads, machine, found.forecast, why or NO_MACHINE)
-            self._gauges = self._gauges | {"plan": number, "now": list(made)}
+            self._foreseen = why or (describe_forecast(compiled.forecast, machine) if compiled.forecast else NO_MACHINE)
+            gauges = measure_gauges(compiled.loads, machine, compiled.forecast, why or NO_MACHINE)
+            self._gauges = self._gauges | {"plan": number, "now": list(gauges)}
             self.view.gauges = self._gauges
         self._show_state("" if is_complete else WEIGHING)
 

@@ -78,9 +78,9 @@ def make_checkbox(label: str, value: bool = False, tip: str = "", width: str | N
 
 def make_button(label: str, on_click: Callable[[], None], tip: str = "", icon: str = "") -> ipywidgets.Button:
     """Create a button whose click calls `on_click()` in the kernel."""
-    made = ipywidgets.Button(description=label, tooltip=tip or label, icon=icon, layout={"width": "max-content"})
-    made.on_click(lambda _: on_click())
-    return made
+    button = ipywidgets.Button(description=label, tooltip=tip or label, icon=icon, layout={"width": "max-content"})
+    button.on_click(lambda _: on_click())
+    return button
 
 
 class Slider(ipywidgets.HBox):

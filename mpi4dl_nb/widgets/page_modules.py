@@ -25,9 +25,9 @@ def join_modules(entry: str) -> str:
 
     def visit(file: str) -> None:
         text = FOLDER.joinpath(file).read_text(encoding="utf-8")
-        for found in _IMPORT.finditer(text):
-            if found["file"] not in texts:
-                visit(found["file"])
+        for match in _IMPORT.finditer(text):
+            if match["file"] not in texts:
+                visit(match["file"])
         texts[file] = _EXPORT.sub("", _IMPORT.sub("", text)) if file != entry else _IMPORT.sub("", text)
 
     visit(entry)

@@ -76,7 +76,7 @@ def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
     The first six are always in view; all others are folded into the groups of `OPTIONS`. `mpi` is MPI4DL's name.
     """
     helps = {name: option.help for name, option in OPTIONS.items()}
-    switches = {each.name for each in fields(Plan) if isinstance(each.default, bool)}
+    switches = {field.name for field in fields(Plan) if isinstance(field.default, bool)}
     main: list[dict[str, Any]] = [
         {"name": IMAGE_PX, "label": "Image, rows of px", "mpi": "image_size", "kind": "steps", "steps": SIDES_PX},
         {"name": BATCH, "label": "Images in a batch", "mpi": "batch_size", "kind": "steps", "steps": BATCHES},
@@ -86,23 +86,26 @@ def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
         {"name": MACHINE, "label": "Machine", "mpi": "time and memory", "kind": "menu"},
     ]
     main[-1]["choices"] = list(machines)
-    own = {
+    meanings = {
         IMAGE_PX: "rows of pixels of an image; columns keep the ratio, and the model is traced again",
         BATCH: "images in one batch; the model is traced again",
         GRID: f"{helps['slice_method']}; {helps['num_spatial_parts']}",
         MACHINE: "the machine whose time is predicted, and whose memory is the limit",
     }
-    made = [each | {"group": "", "help": own.get(each["name"], helps.get(each["name"], ""))} for each in main]
-    shown = {each["name"] for each in main}
+    controls = [
+        control | {"group": "", "help": meanings.get(control["name"], helps.get(control["name"], ""))}
+        for control in main
+    ]
+    shown = {control["name"] for control in main}
     for name, option in OPTIONS.items():
         if name not in shown:
             kind = "menu" if option.choices else "text" if option.proposals is not None else "number"
             kind = "switch" if name in switches else kind
-            made.append({
+            controls.append({
                 "name": name, "label": name.replace("_", " "), "mpi": name, "group": option.group, "help": option.help,
                 "kind": kind, "low": option.low, "choices": list(option.choices or option.proposals or ()),
             })  # fmt: skip
-    return made
+    return controls
 
 
 MOST_TEXT = 200  # characters of one setting

@@ -247,7 +247,7 @@ class Stepper(PageWidget):
             self._rest()
 
     def _focus_message(self, index: int) -> None:
-        if any(index == each for _, each in self.message.options):
+        if any(index == choice for _, choice in self.message.options):
             self.message.value = index
 
     def _rest(self) -> None:

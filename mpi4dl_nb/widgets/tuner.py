@@ -135,8 +135,8 @@ class Tuner(PageWidget):
             ),
             make_button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
         ]
-        for each in self.buttons:
-            each.layout.flex = "0 0 auto"
+        for button in self.buttons:
+            button.layout.flex = "0 0 auto"
         orders = [(words, name) for name, words in ORDERS.items()]
         self.order = make_dropdown("the best has", orders, by, "what the plans are ordered by", "24em")
         line = ipywidgets.HBox([self.order, self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
@@ -147,10 +147,10 @@ class Tuner(PageWidget):
         self._chosen: Plan | None = None
         self._figure: Drawing | None = None
         with show_counts("Predicting plans", progress) as seen:
-            found = self.tuning.find(rank_bytes, seen, neutral_batch, progress, by)
-        self.refused, self.too_large = found.refused, found.too_large
-        self._explain(found.explanation)
-        self._show(found.candidates)
+            tuned = self.tuning.find(rank_bytes, seen, neutral_batch, progress, by)
+        self.refused, self.too_large = tuned.refused, tuned.too_large
+        self._explain(tuned.explanation)
+        self._show(tuned.candidates)
         self.order.observe(lambda _change: self._sort(), "value")
         self.rows.observe(lambda change: self._pick(change["new"]), "chosen")
 
@@ -160,7 +160,7 @@ class Tuner(PageWidget):
 
     def _sort(self) -> None:
         """Order the plans, and explain them, by what the menu says."""
-        foreseen = (*(each.forecast for each in self.candidates), *self.too_large)
+        foreseen = (*(candidate.forecast for candidate in self.candidates), *self.too_large)
         limit = self.explanation.rank_bytes
         self._explain(explain(foreseen, self.refused, limit, self.neutral_batch, self.order.value))
         self._show(sort_candidates(self.candidates, self.neutral_batch, self.order.value))
@@ -181,23 +181,25 @@ class Tuner(PageWidget):
     @property
     def chosen(self) -> Candidate:
         """The candidate of the selected plan."""
-        return next(each for each in self.candidates if each.plan == self.plan)
+        return next(candidate for candidate in self.candidates if candidate.plan == self.plan)
 
     def choose(self, plan: Plan) -> None:
         """Select the plan of a candidate, however its tiles are written. Raises PlanError if no candidate has it."""
-        same = (each.plan for each in self.candidates if _resolve_tiles(each.plan) == _resolve_tiles(plan))
+        same = (
+            candidate.plan for candidate in self.candidates if _resolve_tiles(candidate.plan) == _resolve_tiles(plan)
+        )
         self._chosen = self._find(repr(next(same, plan))).plan
         self.rows.chosen = repr(self._chosen)
 
     def _find(self, text: str) -> Candidate:
         """Return the candidate of a plan that is given as text."""
-        for each in self.candidates:
-            if repr(each.plan) == text:
-                return each
+        for candidate in self.candidates:
+            if repr(candidate.plan) == text:
+                return candidate
         raise PlanError(f"{text}: this is none of the {len(self.candidates)} plans in the table, which all fit.")
 
     def _knows(self, text: object) -> bool:
-        return any(repr(each.plan) == text for each in self.candidates)
+        return any(repr(candidate.plan) == text for candidate in self.candidates)
 
     def _pick(self, text: str) -> None:
         self._chosen = self._find(text).plan
@@ -237,8 +239,8 @@ class Tuner(PageWidget):
 
     def _set_busy(self, busy: bool) -> None:
         self.view.busy = busy
-        for each in self.buttons:
-            each.disabled = busy
+        for button in self.buttons:
+            button.disabled = busy
 
     def _show_text(self, words: str) -> None:
         self.status.value = f'<div role="status">{escape(words)}</div>'
