@@ -30,6 +30,7 @@ from engines.images.files import (
     read_head,
     translate_errors,
 )
+from engines.images.foreign_formats import describe_format
 from engines.images.orientation import SWAPPED, turn_upright
 from engines.images.pillow import (
     KEPT_BYTES,
@@ -231,7 +232,8 @@ def open_raw_image(path: Path) -> RawImage:
         return _open_tiff(path)
     if head.startswith((PNG_HEAD, JPEG_HEAD)):
         return _open_whole(path)
-    raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
+    what, _ = describe_format(path)
+    raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask: {what} {_SAVE}")
 
 
 _open_mask: FileCache[RawImage] = FileCache(open_raw_image)

@@ -20,6 +20,7 @@ from PIL import Image
 from engines.errors import ImageError, make_path
 from engines.images.colour_profile import check_stored_colours
 from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, FileReader, read_head, translate_errors
+from engines.images.foreign_formats import describe_format
 from engines.images.picture_reader import (
     ArrayPicture,
     DecodeBlock,
@@ -246,7 +247,7 @@ def _open_file(path: Path) -> Picture:
         return ZarrPicture(path)
     head, ending = read_head(path, 8), path.suffix.lower()
     if ending == ".mrxs":  # the slide is in a folder next to the file, which is itself a small JPEG picture
-        return _open_slide(path, head)
+        return _open_slide(path)
     if head.startswith(TIFF_HEADS):
         # OpenSlide knows the vendors' gaps and overlaps between tiles, so that it reads their files, or the user is
         # told to install it. What it does not take for a vendor's file is ordinary TIFF whose tags only look like one.
@@ -257,15 +258,17 @@ def _open_file(path: Path) -> Picture:
         return TiffPicture(path) if page is None else PillowPicture(path, page)
     if head.startswith((PNG_HEAD, JPEG_HEAD)):
         return PillowPicture(path)
-    return _open_slide(path, head)
+    return _open_slide(path)
 
 
-def _open_slide(path: Path, head: bytes) -> Picture:
+def _open_slide(path: Path) -> Picture:
     if path.suffix.lower() in _NO_TIFF and not has_openslide():
         raise make_openslide_error(path)
     if detect_openslide(path) is None:
-        begins = f"it begins with {head!r}" if head else "it is empty"
-        raise ImageError(f"{path} is not a PNG, JPEG or TIFF picture, nor a slide that OpenSlide knows: {begins}.")
+        what, way = describe_format(path)
+        raise ImageError(
+            f"{path} is not a PNG, JPEG or TIFF picture, nor a slide that OpenSlide knows: {what} {way}".rstrip()
+        )
     return OpenSlidePicture(path)
 
 
