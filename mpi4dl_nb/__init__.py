@@ -6,7 +6,7 @@ The `help()` of each of these is enough to use it:
   `verify` compares the gradients with those of one process.
 - `forecast`, `tune`, `largest_image`, `scaling` and `capabilities` predict and compare plans.
 - `Slicer`, `Stepper`, `Configurator`, `TimelineView`, `Tuner`, `Monitor` and `Workbench` are the widgets; the functions
-  `show_...` return the same as Matplotlib figures.
+  `show_...` return the same as Matplotlib figures, and `save_page` writes them into one file that is alive.
 - `open_image`, `crop_picture`, `folder_images` and `table_images` read pictures and slides.
 """
 
@@ -62,6 +62,7 @@ from mpi4dl_nb.plan_tuner import PlanTuner, TuningResult, tune
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
+from mpi4dl_nb.widgets.saved_page import save_page
 from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.stepper import Stepper
 from mpi4dl_nb.widgets.timeline import TimelineView
@@ -132,6 +133,7 @@ __all__ = [
     "resnet_v1",
     "resnet_v2",
     "restain",
+    "save_page",
     "scaling",
     "scheduler_state",
     "show_asynchrony",

@@ -138,6 +138,16 @@ export class PlanControls {
     }
   }
 
+  /** Lock controls, by name, for the reason given: of a saved page, which has not all plans. */
+  lock(locked) {
+    for (const [name, { row, inputs, option }] of this.rows) {
+      const reason = locked[name];
+      row.title = reason ? `${option.help}. ${reason}` : option.help;
+      row.classList.toggle("mpi4dl-plan-locked", Boolean(reason));
+      for (const input of inputs) input.disabled = Boolean(reason);
+    }
+  }
+
   /** Show the errors by the name of the control that causes each, in the place that is kept free for them. */
   showErrors(errors) {
     const found = Object.entries(errors);

@@ -103,6 +103,7 @@ function renderPlan({ model, el }) {
     errors: () => controls.showErrors(model.get("errors")),
     status: () => { parts.doing.textContent = model.get("status").words ?? ""; },
     start: () => showStart(parts, model.get("start")),
+    locked: () => controls.lock(model.get("locked") ?? {}),
     serial: () => { sender.answer(model.get("serial")); show.values(); },
   };
   const follow = { blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };

@@ -5,9 +5,12 @@ import { clamp } from "./numbers.js";
 
 export const TILE_PX = 256;
 
-/** Return the coarsest level that has a pixel for each pixel of the screen. `scale`: device px per picture px. */
-export function chooseLevel(levels, scale) {
-  return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), 0, levels - 1);
+/**
+ * Return the coarsest level that has a pixel for each pixel of the screen, `finest` if none has. `scale`: device px per
+ * picture px.
+ */
+export function chooseLevel(levels, scale, finest = 0) {
+  return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), finest, levels - 1);
 }
 
 /** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first. */

@@ -19,7 +19,7 @@ export function paintPicture(context, scene, picture, cache, preview) {
   context.fillRect(0, 0, ...view);
   context.imageSmoothingEnabled = transform.scale < 1;
   if (preview) context.drawImage(preview, transform.x, transform.y, size[0] * transform.scale, size[1] * transform.scale);
-  const level = chooseLevel(picture.levels, transform.scale * ratio);
+  const level = chooseLevel(picture.levels, transform.scale * ratio, picture.finest);
   const wanted = listTiles(level, size, getVisible(transform, view));
   for (const tile of wanted) {
     const image = cache.get(tile);

@@ -48,7 +48,7 @@ class StepperView {
     this.connect();
     this.take();
     if (!this.setup.saved) model.send({ newest: true });
-    else if (model.get("meta").number) model.send({ history: true });
+    else if (model.get("meta").number || model.get("unavailable")) model.send({ history: true });
   }
 
   connect() {

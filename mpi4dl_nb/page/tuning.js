@@ -30,7 +30,8 @@ class TuningPage {
     this.name = makeElement("h3", {});
     this.facts = makeElement("dl", {});
     this.status = makeElement("div", { class: "mpi4dl-hidden", role: "status", "aria-live": "polite" });
-    this.measure = makeButton("Measure this plan", undefined, () => this.askToMeasure());
+    this.unavailable = model.get("unavailable"); // of a saved page: why nothing can be measured
+    this.measure = makeButton("Measure this plan", this.unavailable, () => this.askToMeasure());
     this.legend = makeElement("div", { class: "mpi4dl-tuning-legend" });
     this.side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": CHOSEN },
       this.name, this.facts, this.measure);
@@ -176,7 +177,7 @@ class TuningPage {
     this.side.setAttribute("aria-label", point.number ? CHOSEN : UNFIT);
     this.facts.replaceChildren(...point.facts.map(([name, text]) =>
       makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
-    this.measure.setAttribute("aria-disabled", !point.number || this.model.get("busy"));
+    this.measure.setAttribute("aria-disabled", !point.number || this.model.get("busy") || Boolean(this.unavailable));
     const text = this.tell(point).join(". ");
     if (this.status.textContent !== text) this.status.textContent = text;
   }
@@ -190,7 +191,8 @@ class TuningPage {
   askToMeasure() {
     const point = this.points[this.marked];
     if (!point || this.model.get("busy")) return;
-    if (point.number) this.model.send({ measure: point.plan });
+    if (this.unavailable) this.status.textContent = this.unavailable;
+    else if (point.number) this.model.send({ measure: point.plan });
     else this.status.textContent = `${point.name} cannot be measured: it does not fit.`;
   }
 

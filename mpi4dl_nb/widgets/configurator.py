@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from itertools import count
 from threading import RLock
 from typing import Any
@@ -37,7 +37,19 @@ from mpi4dl_nb.draw.plan_picture import (
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
 from mpi4dl_nb.widgets.figure_widget import StillFigure
-from mpi4dl_nb.widgets.plan_view import BATCH, GRID, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
+from mpi4dl_nb.widgets.plan_table import make_plan_table
+from mpi4dl_nb.widgets.plan_view import (
+    BATCH,
+    GRID,
+    IMAGE_PX,
+    MACHINE,
+    Knob,
+    PlanView,
+    StartButton,
+    describe_texts,
+)
+from mpi4dl_nb.widgets.saved_page import NO_KERNEL
+from mpi4dl_nb.widgets.saved_view import SavedPart
 
 PATIENCE_S = 600.0  # enough to trace a very large model
 COMPILE_AFTER_S, TRACE_AFTER_S, COUNT_AFTER_S = 0.1, 0.4, 0.2  # without a change, so that a drag is not slowed down
@@ -139,6 +151,18 @@ class Configurator(StillFigure, ipywidgets.VBox):
         return (
             draw_ranks(compiled.plan, compiled.loads, COUNTING, self._foreseen) if compiled else draw_ranks(self._plan)
         )
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        plan = self.plan
+        machine = self._resolve_machine()
+        table = make_plan_table(self.planning, plan, machine, NO_MACHINE)
+        saved = self.view.save_view()
+        start = self.view.start | {"disabled": True, "reason": NO_KERNEL, "trouble": "", "place": "", "note": ""}
+        view = replace(saved, values=saved.values | {"start": start, "status": {}, "errors": {}})
+        remark = (
+            f"The page has the {len(table)} plans nearest to {plan.summary}. Controls that lead to no other are grey."
+        )
+        return SavedPart([view], remarks=[remark], links={"plans": table})
 
     @property
     def wrong(self) -> dict[str, str]:
@@ -315,12 +339,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         for name, knob in self._all.items():
             knob.trouble = text if name == place else ""
         self.view.errors = {place: text} if text else {}
-        values = {name: knob.text for name, knob in self._all.items()}
-        with suppress(Mpi4dlError):  # the rows and columns of the tiles, unless the knobs say none
-            names, stages = ("slice_method", "num_spatial_parts"), self.knobs["spatial_size"].value or 1
-            tiled = Plan(split_size=stages, spatial_size=stages, **{n: self.knobs[n].value for n in names})
-            values[GRID] = list(tiled.grids[0])
-        self.view.values = values
+        self.view.values = describe_texts({name: knob.value for name, knob in self._all.items()})
 
     def _show_state(self, doing: str = "", wrong: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""

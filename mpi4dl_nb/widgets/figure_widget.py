@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import ipywidgets
 import traitlets
 from IPython.display import HTML, DisplayHandle, display
 
-from engines.errors import Mpi4dlError
+from engines.errors import Mpi4dlError, PlanError
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.page_modules import read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView
+from mpi4dl_nb.widgets.saved_page import PICTURE_BYTES, save_page
+from mpi4dl_nb.widgets.saved_view import SavedPart
 
 
 def read_code(file: str) -> str:
@@ -146,7 +149,7 @@ class FigureView(PageView):
 
 
 STILL = "mpi4dl-still"  # class name, also in page.css
-NOT_SAVED = "The picture is not saved with the notebook: run this cell to see it."
+NOT_SAVED = "The picture is not saved in files: run the cell that made it to see it."
 
 
 class StillFigure:
@@ -165,6 +168,24 @@ class StillFigure:
         """Replace the static figure in the page's file by the current one; if `kept`, live pages show it as well."""
         if self._still is not None:
             self._still.update(HTML(self._saved_html if kept else self._snapshot_html))
+
+    def save_page(
+        self, path: str | PathLike[str], *, title: str = "", text: str = "", picture_bytes: int = PICTURE_BYTES
+    ) -> Path:
+        """Write a page with this widget that is alive without a kernel, and return its path: see `save_page`."""
+        return save_page(self, path, title=title, text=text, picture_bytes=picture_bytes)
+
+    def save_part(self, picture_bytes: int) -> SavedPart:
+        """Return this widget as a part of a saved page. Raises PlanError if it is closed."""
+        if self.comm is None:
+            raise PlanError(
+                f"This {type(self).__name__} is closed, and has nothing to show. Save its page before close(), or make "
+                "the widget anew."
+            )
+        return self._make_saved_part(picture_bytes)
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the widget with all its parts: one that stays open would keep the widget, and a cluster, in memory."""
@@ -219,6 +240,9 @@ class PageWidget(StillFigure, ipywidgets.VBox):
     def __init__(self, controls: Sequence[ipywidgets.Widget], view: ipywidgets.DOMWidget) -> None:
         self.view, self.trouble = view, ErrorAlert()
         super().__init__([*controls, self.trouble, self.view])
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        return SavedPart([self.view.save_view()])
 
     @contextmanager
     def show_errors(self) -> Iterator[None]:

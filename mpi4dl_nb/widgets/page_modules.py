@@ -9,6 +9,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1].joinpath("page")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<file>[\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
+_DEFAULT = re.compile(r"^export default (?P<object>\{[^}]*\});\s*\Z", re.MULTILINE)
 
 
 @lru_cache
@@ -32,6 +33,18 @@ def join_modules(entry: str) -> str:
 
     visit(entry)
     return "\n".join(texts.values())
+
+
+def wrap_module(code: str) -> str:
+    """Return a JavaScript function that returns the default export of a module without imports.
+
+    Several modules stand in one script so, and none sees the names of another.
+
+    >>> wrap_module("const one = 1;\\nexport default { one };")
+    '() => {\\nconst one = 1;\\nreturn { one };\\n}'
+    """
+    body = _DEFAULT.sub(r"return \g<object>;", _EXPORT.sub("", code))
+    return f"() => {{\n{body}\n}}"
 
 
 def read_style(*files: str) -> str:

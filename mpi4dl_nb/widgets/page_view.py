@@ -9,6 +9,8 @@ from typing import Any
 import anywidget
 import traitlets
 
+from mpi4dl_nb.widgets.saved_view import SavedView
+
 State = Mapping[str, Any]
 
 
@@ -45,6 +47,12 @@ class PageView(anywidget.AnyWidget):
     def __init__(self, **traits: Any) -> None:
         super().__init__(**traits)
         self.on_msg(self._handle_event)
+
+    def save_view(self) -> SavedView:
+        """Return what a page needs to show the view, as it is now, without a kernel."""
+        names = set(self.trait_names(sync=True)) - set(anywidget.AnyWidget.class_trait_names(sync=True))
+        values = {name: getattr(self, name) for name in sorted(names - {"_esm", "_css", "_anywidget_id"})}
+        return SavedView(str(self._esm), str(self._css), values)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         """Take over the state that a page sends; ipywidgets calls this."""

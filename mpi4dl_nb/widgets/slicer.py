@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
+from itertools import product
 from typing import Any
 
 import ipywidgets
 import traitlets
 from torch import nn
 
+from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph
 from engines.images.picture import Source, open_image
 from engines.images.picture_reader import Picture
@@ -27,6 +30,7 @@ from mpi4dl_nb.draw.halo_points import (
 )
 from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net
 from mpi4dl_nb.draw.navigation import (
+    TILE_PX,
     RasterCache,
     are_tiles,
     count_levels,
@@ -42,10 +46,13 @@ from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.prediction_map import PredictedMap, read_prediction
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.status_line import show_status
-from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_checkbox, make_dropdown
+from mpi4dl_nb.widgets.figure_widget import NOT_SAVED, PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView, make_key
 
+MIN_PICTURE_BYTES = 400_000
+"""Enough for the coarsest level of any picture and the view of the whole."""
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
     "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
@@ -108,6 +115,43 @@ class SlicerView(PageView):
                 "pictures": Request(lambda asked: asked is True, lambda _: self._send_pictures()),
             },
         )
+
+    def save_pictures(self, most_bytes: int) -> SavedView:
+        """Return the view with as many levels of its picture as fit into `most_bytes`, the coarsest first.
+
+        Raises PlanError if not even the coarsest one fits.
+        """
+        saved = self.save_view()
+        if not self.facts["picture"]["saved"]:
+            return saved
+        levels, left = count_levels(self.picture), most_bytes - len(self.preview) - len(self.overlay)
+        tiles: dict[str, Answer] = {}
+        finest = levels
+        for level in reversed(range(levels)):
+            encoded = self._encode_level(level, left)
+            if encoded is None:
+                break
+            tiles |= encoded
+            finest, left = level, left - sum(len(pixels) for _, (pixels,) in encoded.values())
+        if finest == levels:
+            raise PlanError(
+                f"The image does not fit into picture_bytes={most_bytes:,}: its coarsest level and the view of the "
+                f"whole take more. Give picture_bytes={MIN_PICTURE_BYTES:,} or more."
+            )
+        facts = self.facts | {"picture": self.facts["picture"] | {"finest": finest}}
+        return replace(saved, values=saved.values | {"facts": facts}, answers={"tiles": tiles})
+
+    def _encode_level(self, level: int, most_bytes: int) -> dict[str, Answer] | None:
+        """Return all tiles of a level of the picture, or None if they take more than `most_bytes`."""
+        rows, cols = (-(-px // (TILE_PX << level)) for px in self.picture.shape())
+        tiles: dict[str, Answer] = {}
+        for row, col in product(range(rows), range(cols)):
+            pixels = encode_tile(self.picture, level, row, col)
+            most_bytes -= len(pixels)
+            if most_bytes < 0:
+                return None
+            tiles[make_key([level, row, col])] = {"tiles": [[level, row, col]], "trouble": ""}, (pixels,)
+        return tiles
 
     def _send_pictures(self) -> None:
         self.send({"pictures": True}, self._pictures)
@@ -185,6 +229,18 @@ class Slicer(PageWidget):
     def _make_view(self) -> SlicerView:
         overlay = self.prediction.encode() if self.prediction else b""
         return SlicerView(self.rasters.picture, encode_pixels(self.rasters.whole), overlay, self.save_picture)
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        view = self.view.save_pictures(picture_bytes)
+        return SavedPart([view], remarks=[HELP, *self._describe_saved(view.values["facts"]["picture"].get("finest"))])
+
+    def _describe_saved(self, finest: int | None) -> Iterator[str]:
+        """Say what a saved page lacks of the picture, if anything."""
+        if finest is None:
+            yield NOT_SAVED
+        elif finest:
+            side = 2**finest
+            yield f"The page has one pixel for {side} × {side} of the picture; the finer ones are left out."
 
     @property
     def plan(self) -> Plan:

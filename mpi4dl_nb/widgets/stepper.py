@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ipywidgets
 import traitlets
 
+from engines.errors import PlanError
 from engines.program.steps import StepCounts
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.step_frame import FRAME_PX, StepFrame, StepRecord, describe_scene, make_palettes, pack_frame
@@ -18,6 +20,7 @@ from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
 
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
@@ -27,6 +30,10 @@ TIP = (
     "With the picture focused: n one instruction, l one layer, m one micro-batch's pass, p all forward or all back, "
     "b to the breakpoint, f finish the step, r restart it, g gradient or activation; left and right arrow: back and "
     "step through what was recorded, Home and End: its ends, space: play or pause, [ and ]: which message"
+)
+RECORD_TIP = (
+    "With the picture focused: left and right arrow: back and step through what was recorded, Home and End: its ends, "
+    "space: play or pause, [ and ]: which message"
 )
 MICRO_BATCH_TIP = "To the end of a micro-batch's pass through a stage"
 BREAKPOINT_TIP = "Until an instruction of all that is chosen below is done"
@@ -93,6 +100,15 @@ class StepScene(PageView):
     def _send_history(self) -> None:
         frames = self.list_frames()
         self.send({"history": [frame.meta for frame in frames]}, [frame.values for frame in frames])
+
+    def save_view(self) -> SavedView:
+        """Return the record of the step, from its first frame on; what needs the ranks is not offered."""
+        frames = self.list_frames()
+        first = {"meta": frames[0].meta, "values": frames[0].values, "alt": frames[0].meta["title"], "focus": 0}
+        history = {"history": [frame.meta for frame in frames]}, [frame.values for frame in frames]
+        saved = super().save_view()
+        answers = {"history": {make_key(True): history}, "rest": {make_key(True): ({}, ())}}
+        return replace(saved, values=saved.values | first | {"accepts": [], "tip": RECORD_TIP}, answers=answers)
 
     def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
         try:
@@ -179,6 +195,20 @@ class Stepper(PageWidget):
             control.observe(lambda _: self.refresh(), "value")
         self.message.observe(lambda _: self._show_focus(), "value")
         self.refresh()
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        if not self.save_picture:
+            raise PlanError(
+                "A Stepper(save_picture=False) shows values of its images, which no file may contain. Save the page of "
+                "a Stepper of other images."
+            )
+        if not self.stepping.event.done:
+            raise PlanError(
+                f"The step has {sum(self.stepping.event.places)} of {sum(self.stepping.order.ends)} instructions done, "
+                "and a page can run no others. Finish it first: instruction by instruction, so that the page can show "
+                "each of them, or stepper.stepping.finish() and stepper.refresh() to its end at once."
+            )
+        return SavedPart([self.view.save_view()], remarks=[note] if (note := self.record.note) else [])
 
     @property
     def figure(self) -> Drawing | None:

@@ -17,6 +17,7 @@ from mpi4dl_nb.draw.timeline_rows import make_timeline_rows
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView
+from mpi4dl_nb.widgets.saved_view import SavedPart
 
 
 class TimelineView(StillFigure, PageView):
@@ -81,6 +82,9 @@ class TimelineView(StillFigure, PageView):
             self.words, self.times, self.codes = rows.words, rows.times, rows.codes
             self.serial = next(self._serials)  # last: the page reads the step when this changes
         self.update_snapshot()
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        return SavedPart([self.save_view()])
 
     @property
     def event(self) -> TimelineEvent | None:

@@ -28,6 +28,7 @@ from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.saved_view import SavedPart
 
 # The plans, as a chart of points and as a table in which one row is selected, by mouse or by the arrow keys.
 
@@ -165,6 +166,10 @@ class Tuner(PageWidget):
         self._explain(explain(foreseen, self.refused, limit, self.neutral_batch, self.order.value))
         self._show(sort_candidates(self.candidates, self.neutral_batch, self.order.value))
         self.update_snapshot()
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        views = [self.view.save_view(), self.rows.save_view()]
+        return SavedPart(views, links={"same": [[[0, "chosen"], [1, "chosen"]]]})
 
     @property
     def figure(self) -> Drawing:

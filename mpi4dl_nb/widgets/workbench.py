@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import FigureView, StillFigure
+from mpi4dl_nb.widgets.saved_view import SavedPart
 from mpi4dl_nb.widgets.slicer import SEEN, Slicer
 from mpi4dl_nb.widgets.timeline import TimelineView
 
@@ -83,6 +85,23 @@ class Workbench(StillFigure, ipywidgets.VBox):
     def figure(self) -> Drawing:
         """The image in tiles, with the selected layer and tile, for pages without live widgets."""
         return self.slicer.figure
+
+    def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        part, points = self.slicer.save_part(picture_bytes), self.slicer.points
+        timeline = [self.timeline.save_view()] if self.timeline else []
+        events = self.timeline.timeline.events if self.timeline else ()
+        names = self.timeline.timeline.layers if self.timeline else {}
+        memory = [self.training.memory(rank) for rank in (None, *range(self.training.plan.ranks))]
+        selection = {
+            "slicer": 0,
+            "timeline": 1 if timeline else -1,
+            "memory": 1 + len(timeline),
+            "ranks": [point.ranks.ranks for point in points],
+            "layers": [find_layer_of(points, names.get(event.name, ""), -1) for event in events],
+            "pictures": [(base64.b64encode(figure.to_png()).decode(), figure.alt) for figure in memory],
+        }
+        views = [*part.views, *timeline, self.memory.save_view()]
+        return SavedPart(views, remarks=part.remarks, links={"selection": selection})
 
     def _take_over_plan(self, image: Source) -> None:
         """Make the slicer for the training's plan, in place of the panes of another plan."""

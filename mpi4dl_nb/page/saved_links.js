@@ -1,0 +1,73 @@
+// The views of one widget in a saved page follow each other, as the kernel lets them in a notebook.
+
+import { unpackBytes } from "./saved_model.js";
+import { SavedPlans } from "./saved_plans.js";
+
+/** Let values of different views be the same: `same` lists them, each as [number of the view, name]. */
+function linkSame(models, same) {
+  for (const group of same) {
+    for (const [from, name] of group) {
+      models[from].on(`change:${name}`, () => {
+        for (const [to, other] of group) models[to].set(other, models[from].get(name));
+      });
+    }
+  }
+}
+
+/** The selection of a workbench: a rank, shown by its tile on the image, its row in the timeline, and its memory.
+ *
+ * `slicer`, `timeline` (-1 for none) and `memory` are numbers of views. `ranks` lists the ranks of each layer by tile,
+ * `layers` the layer of each event (-1 for none), and `pictures` the memory: of all ranks together, then of each.
+ */
+class Selection {
+  constructor(models, { slicer, timeline, memory, ranks, layers, pictures }) {
+    Object.assign(this, { ranks, layers, slicer: models[slicer], timeline: models[timeline], memory: models[memory] });
+    this.pictures = pictures.map(([png, alt]) => ({ png: unpackBytes(png), alt }));
+    this.listen(this.slicer, ["layer", "tile"], () => this.followSlicer());
+    if (this.timeline) this.listen(this.timeline, ["selected", "rank"], () => this.followTimeline());
+  }
+
+  /** Call `follow` once after one or more of the values were set by a person, and not by another view. */
+  listen(model, names, follow) {
+    const observe = () => {
+      if (this.isFollowing || this.isAsked) return;
+      this.isAsked = true;
+      queueMicrotask(() => {
+        this.isAsked = false;
+        this.isFollowing = true;
+        follow();
+        this.isFollowing = false;
+      });
+    };
+    for (const name of names) model.on(`change:${name}`, observe);
+  }
+
+  followSlicer() {
+    const rank = this.ranks[this.slicer.get("layer")][this.slicer.get("tile")];
+    this.timeline?.set("rank", rank);
+    this.showMemory(rank);
+  }
+
+  followTimeline() {
+    const rank = this.timeline.get("rank"), event = this.timeline.get("selected");
+    const named = event < 0 ? -1 : this.layers[event], wanted = named < 0 ? this.slicer.get("layer") : named;
+    const other = this.ranks.findIndex((each) => each.includes(rank));
+    const layer = this.ranks[wanted].includes(rank) || other < 0 ? wanted : other;
+    this.slicer.set("layer", layer);
+    if (this.ranks[layer].includes(rank)) this.slicer.set("tile", this.ranks[layer].indexOf(rank));
+    this.showMemory(rank);
+  }
+
+  showMemory(rank) {
+    const { png, alt } = this.pictures[rank + 1];
+    this.memory.set("alt", alt);
+    this.memory.set("png", png);
+  }
+}
+
+/** Link the models of one widget's views, as `links` says. */
+export function linkModels(models, { same, selection, plans }) {
+  if (same) linkSame(models, same);
+  if (selection) new Selection(models, selection);
+  if (plans) new SavedPlans(models[0], plans);
+}

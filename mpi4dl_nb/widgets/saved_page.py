@@ -1,0 +1,164 @@
+"""A page that is alive without a kernel: widgets and figures in one HTML file that asks nothing of a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from engines.errors import PlanError, make_absolute
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.widgets.page_modules import join_modules, read_style, wrap_module
+from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView
+
+PICTURE_BYTES = 4_000_000
+NO_KERNEL = "This page was saved: no ranks run behind it."
+
+# Nothing may be fetched: not by the page itself, nor by what a damaged one contains.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}
+</style>
+<body>
+<header>
+<h1>{title}</h1>
+{text}
+</header>
+{parts}
+<footer>Made with mpi4dl_nb. The page is complete in itself: it asks nothing of a network.</footer>
+<script type="module">
+{script}
+</script>
+</body>
+</html>
+"""
+
+
+class Saveable(Protocol):
+    """A widget that can be part of a saved page."""
+
+    figure: Any
+
+    def save_part(self, picture_bytes: int) -> SavedPart:
+        """Return the part of the page. Raises PlanError if the widget is closed or not finished."""
+
+
+def save_page(
+    parts: Saveable | Drawing | Sequence[Saveable | Drawing],
+    path: str | PathLike[str],
+    *,
+    title: str = "",
+    text: str = "",
+    picture_bytes: int = PICTURE_BYTES,
+) -> Path:
+    """Write widgets and figures into one HTML file that is alive without a kernel, and return its path.
+
+    The file needs neither a server nor a network: it opens from a disk or a mail, in any browser of today, and draws
+    with the same code as a notebook. What needs ranks (another step, another plan, a measurement) is refused in words.
+    `title` and `text` (paragraphs are separated by an empty line) stand above the parts. An image is stored with as
+    many of its levels as fit into `picture_bytes`, the coarsest first; the page says where that ends.
+    The file contains what the widgets show, an image's file name too; it contains no path, and no name of a user or a
+    host. A widget with `save_picture=False` is saved without its image, and a `Stepper` with it not at all.
+    Raises PlanError, and writes nothing, if a widget is closed or shows a step that is not finished, or if not even
+    the coarsest level of an image fits.
+
+    >>> from mpi4dl_nb import Plan, Slicer, immunohistochemistry, resnet20_v1, save_page
+    >>> slicer = Slicer(immunohistochemistry(), Plan(split_size=1, slice_method="2x2"), resnet20_v1())
+    >>> save_page(slicer, "halo.html", title="Halos of ResNet-20").name
+    'halo.html'
+    """
+    shown = parts if isinstance(parts, Sequence) else [parts]
+    if not shown:
+        raise PlanError("A page needs at least one widget or figure. Give one, such as save_page(slicer, 'halo.html').")
+    saved = [(_save_part(part, picture_bytes), _make_still(part)) for part in shown]
+    codes = list(dict.fromkeys(view.code for part, _ in saved for view in part.views))
+    title = title or "Spatial parallelism, step by step"
+    page = _PAGE.format(
+        policy=_POLICY,
+        title=escape(title),
+        style="\n".join(_list_styles([view for part, _ in saved for view in part.views])),
+        text="\n".join(f"<p>{escape(paragraph)}</p>" for paragraph in text.split("\n\n") if paragraph.strip()),
+        parts="\n".join(_format_part(part, still, codes) for part, still in saved),
+        script=_make_script(codes),
+    )
+    path = make_absolute(path)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _save_part(part: Any, picture_bytes: int) -> SavedPart:
+    if isinstance(part, Drawing):
+        return SavedPart(html=part._repr_html_())
+    if not hasattr(part, "save_part"):
+        raise PlanError(
+            f"A {type(part).__name__} cannot be part of a page. Give widgets of mpi4dl_nb, or figures of its show_... "
+            "functions."
+        )
+    return part.save_part(picture_bytes)
+
+
+def _make_still(part: Saveable | Drawing) -> str:
+    """Return a picture for readers whose browser runs no scripts, in front of what the scripts show."""
+    if isinstance(part, Drawing) or not getattr(part, "save_picture", True) or part.figure is None:
+        return ""
+    return f"<noscript>{part.figure._repr_html_()}</noscript>"
+
+
+def _list_styles(views: Sequence[SavedView]) -> list[str]:
+    return list(dict.fromkeys([read_style("saved_page.css"), *(view.style for view in views)]))
+
+
+def _format_part(part: SavedPart, still: str, codes: Sequence[str]) -> str:
+    remarks = "".join(f'<p class="mpi4dl-saved-remark">{escape(remark)}</p>' for remark in part.remarks)
+    if not part.views:
+        return f'<section class="mpi4dl-saved-figure">{part.html}{remarks}</section>'
+    packed = _pack({"views": [_describe_view(view, codes) for view in part.views], "links": part.links})
+    return (
+        f'<section class="mpi4dl-saved-part">{still}<div class="mpi4dl-saved-views"></div>{remarks}'
+        f'<script type="application/gzip">{packed}</script></section>'
+    )
+
+
+def _describe_view(view: SavedView, codes: Sequence[str]) -> dict[str, Any]:
+    binary = {name: value for name, value in view.values.items() if isinstance(value, bytes)}
+    return {
+        "code": codes.index(view.code),
+        "values": {name: value for name, value in view.values.items() if name not in binary},
+        "binary": {name: _encode(value) for name, value in binary.items()},
+        "answers": {
+            name: {key: _encode_answer(answer) for key, answer in answers.items()}
+            for name, answers in view.answers.items()
+        },
+    }
+
+
+def _encode_answer(answer: Answer) -> tuple[Any, list[str]]:
+    content, buffers = answer
+    return content, [_encode(buffer) for buffer in buffers]
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _pack(data: Mapping[str, Any]) -> str:
+    return _encode(gzip.compress(json.dumps(data, allow_nan=False).encode(), mtime=0))
+
+
+def _make_script(codes: Sequence[str]) -> str:
+    """Return the script of a page, with the module of each view."""
+    own, makers = wrap_module(join_modules("saved_page.js")), ",\n".join(map(wrap_module, codes))
+    script = f"({own})().showPage([{makers}], {json.dumps(NO_KERNEL)});"
+    return script.replace("</script", "<\\/script")
