@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from engines.cli.options import FlagParser, parse_positive
 from engines.comm.start import add_variables
-from engines.errors import PlanError, RankError
+from engines.errors import Mpi4dlError
 from mpi4dl_nb.launch.hosts import read_allocation
 from mpi4dl_nb.launch.mpi_library import make_engine_command, make_mpi_environment
 from mpi4dl_nb.launch.reaper_process import PROGRAM
@@ -29,12 +29,19 @@ def main(arguments: Sequence[str]) -> NoReturn:
     flags.add_argument(
         "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="number of ranks (default: 1)"
     )
-    flags.add_argument("command", nargs=argparse.REMAINDER, help="verify, train, predict, bench ..., with its flags")
+    flags.add_argument(
+        "command", nargs=argparse.REMAINDER, help="verify, train, predict, bench, page ..., with its flags"
+    )
     try:
+        if arguments[:1] == ["page"]:  # no ranks: this process makes it
+            from mpi4dl_nb.page_command import save_requested_page
+
+            print(save_requested_page(arguments[1:]))
+            sys.exit(0)
         chosen = flags.parse_args(arguments)
         check_command(chosen.ranks)
         exec_launcher(make_engine_command(chosen.ranks, *chosen.command), chosen.ranks)
-    except (PlanError, RankError) as error:
+    except Mpi4dlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -205,8 +205,8 @@ class Stepper(PageWidget):
         if not self.stepping.event.done:
             raise PlanError(
                 f"The step has {sum(self.stepping.event.places)} of {sum(self.stepping.order.ends)} instructions done, "
-                "and a page can run no others. Finish it first: instruction by instruction, so that the page can show "
-                "each of them, or stepper.stepping.finish() and stepper.refresh() to its end at once."
+                "and a page can run no others. Finish it first: stepper.record_step() runs it instruction by "
+                "instruction, and the page shows each of them."
             )
         return SavedPart([self.view.save_view()], remarks=[note] if (note := self.record.note) else [])
 
@@ -219,6 +219,11 @@ class Stepper(PageWidget):
 
     def _go(self, unit: str) -> None:
         self._walk(self.stepping.find_unit_end(unit, _parse_choice(self.of)))
+
+    def record_step(self) -> None:
+        """Run the rest of the step instruction by instruction, so that the record has a frame of each."""
+        while not self.stepping.done:
+            self._walk(self.stepping.find_unit_end("instruction", None))
 
     def _run_to_breakpoint(self) -> None:
         wanted = {"layer": self.layer, "rank": self.rank, "kind": self.kind, "phase": self.phase}

@@ -35,6 +35,7 @@ from mpi4dl_nb import (
     save_page,
     show_slicing,
 )
+from mpi4dl_nb.__main__ import main
 
 TISSUE = immunohistochemistry()[:192, :256]
 NAME = "tissue_7.png"
@@ -107,8 +108,7 @@ def pages(folder: Path, slicer: Slicer) -> dict[str, Path]:
     with Cluster(5, backend="loopback") as cluster:
         training = Training(make_model(), PLAN, cluster, (1, 3, 64, 64))
         stepper = Stepper(training, images, torch.tensor([3]))
-        while not stepper.stepping.done:
-            stepper.buttons["n"].click()
+        stepper.record_step()
         saved["Stepper"] = stepper.save_page(folder / "stepper.html")
         stepper.close()
         training.step(images, torch.tensor([3]))
@@ -246,7 +246,9 @@ def test_a_plan_is_chosen_without_a_kernel(pages, open_page):
     expect(facts).to_contain_text("6 ranks")
     stages.fill("9")
     stages.press("Enter")
-    expect(page.get_by_role("alert").first).to_contain_text("This page has split_size 2, 1, 3 with the rest of this plan")
+    expect(page.get_by_role("alert").first).to_contain_text(
+        "This page has split_size 2, 1, 3 with the rest of this plan"
+    )
     expect(stages).to_have_value("3")
     rows = page.get_by_label("Image, rows of px", exact=True)
     expect(rows).to_be_disabled()
@@ -319,6 +321,26 @@ def test_a_page_leaves_out_what_no_file_may_contain(folder, open_page):
     opened = open_page(path)
     expect(opened.page.locator(".mpi4dl-saved-remark").last).to_contain_text("The picture is not saved in files")
     opened.check()
+
+
+def test_a_page_by_the_command_line(folder, open_page, capsys):
+    flags = ["--image", str(folder / NAME), "--slice-method", "1x2", "--split-size", "1", "--title", "Mine"]
+    with pytest.raises(SystemExit) as ended:
+        main(["page", *flags, "--show", "slicer,stepper,timeline", "--to", str(folder / "mine.html")])
+    assert ended.value.code == 0
+    assert re.search(r"mine\.html: [\d.]+ [KM]B, slicer, stepper, timeline", capsys.readouterr().out)
+    opened = open_page(folder / "mine.html")
+    assert opened.page.locator(".mpi4dl-slicer, .mpi4dl-stepper, .mpi4dl-timeline").count() == 3
+    opened.check()
+    for wrong, said in (
+        (["--show", "film"], "--show 'film' is unknown"),
+        (["--image-size", "4000", "--show", "stepper"], "more than"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["page", *flags, *wrong, "--to", str(folder / "wrong.html")])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    assert not (folder / "wrong.html").exists()
 
 
 def test_what_has_no_page_is_refused_and_no_file_is_written(folder, slicer):
