@@ -5,6 +5,8 @@ export function unpackBytes(text) {
   return new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
 }
 
+const MARKS = ["asked", "serial"]; // of a message, by which a page knows the answer
+
 /** The model of one view, with what anywidget's models have of it: values, their observers, and messages.
  *
  * `values` are by name. `answers` holds, by the name of a message and then by the value that it asks for (as JSON, or
@@ -44,19 +46,20 @@ export class SavedModel {
   }
 
   /** Answer a message as the kernel would: later, and with a last word if the page waits for one. */
-  send(content) {
+  send(message) {
     setTimeout(() => {
-      for (const [name, handle] of Object.entries(this.handlers)) if (name in content) handle(content[name], content);
-      for (const [content_, buffers] of this.findAnswers(content)) this.call("msg:custom", content_, buffers);
-      if (content.asked) this.call("msg:custom", { answered: content.asked }, []);
+      for (const [name, value] of Object.entries(message)) {
+        if (name in this.handlers) this.handlers[name](value, message);
+        else if (!MARKS.includes(name)) this.answer(name, value);
+      }
+      if (message.asked) this.call("msg:custom", { answered: message.asked }, []);
     });
   }
 
-  findAnswers({ asked, ...content }) {
-    const asked_ = Object.entries(content).filter(([name]) => !(name in this.handlers) && name !== "serial");
-    return asked_.flatMap(([name, value]) => {
-      const keys = (Array.isArray(value) ? value : [value]).map((item) => JSON.stringify(item));
-      return keys.map((key) => this.answers[name]?.[key] ?? [{ refused: this.values.unavailable }, []]);
-    });
+  answer(name, value) {
+    for (const item of Array.isArray(value) ? value : [value]) {
+      const stored = this.answers[name]?.[JSON.stringify(item)];
+      this.call("msg:custom", ...(stored ?? [{ refused: this.values.unavailable }, []]));
+    }
   }
 }
