@@ -52,9 +52,9 @@ def list_near_plans(plan: Plan, most: int = MOST_PLANS) -> list[Plan]:
 
 def _vary_options(plan: Plan) -> Iterator[Plan]:
     """Yield the valid plans that differ from `plan` in one option that is none of the main ones."""
-    for each in fields(Plan):
-        option, now = OPTIONS[each.name], getattr(plan, each.name)
-        if each.name in _MAIN:
+    for field in fields(Plan):
+        option, now = OPTIONS[field.name], getattr(plan, field.name)
+        if field.name in _MAIN:
             continue
         values: Sequence[Any] = list(option.choices)
         if isinstance(now, bool):
@@ -64,7 +64,7 @@ def _vary_options(plan: Plan) -> Iterator[Plan]:
         for value in values:
             if value != now:
                 with suppress(PlanError):
-                    yield replace(plan, **{each.name: value})
+                    yield replace(plan, **{field.name: value})
 
 
 def make_plan_table(planning: PlanCache, plan: Plan, machine: Machine | None, no_machine: str) -> list[dict[str, Any]]:
@@ -76,9 +76,9 @@ def make_plan_table(planning: PlanCache, plan: Plan, machine: Machine | None, no
     rows: list[dict[str, Any]] = []
     plans = list_near_plans(plan)
     with show_counts("Computing the plans of the page") as report:
-        for number, each in enumerate(plans):
+        for number, near in enumerate(plans):
             with suppress(Mpi4dlError):  # a plan that this model or these images do not allow
-                rows.append(_describe_plan(planning, each, machine, no_machine, number))
+                rows.append(_describe_plan(planning, near, machine, no_machine, number))
             report(number + 1, len(plans))
     return rows
 
@@ -89,13 +89,13 @@ def _describe_plan(
     if plan.ranks > MOST_BLOCKS:
         raise PlanError(f"A page shows {MOST_BLOCKS} ranks at most.")
     shape = count_plan(plan, planning.traces.image_shape)
-    found = planning.predict_costs(plan, machine)
-    groups, of_rank = describe_load_groups(found.loads, machine)
+    compiled = planning.predict_costs(plan, machine)
+    groups, of_rank = describe_load_groups(compiled.loads, machine)
     return {
         "values": describe_texts({name: getattr(plan, name) for name in OPTIONS}),
         "shape": {"plan": number, "summary": plan.summary, **shape.to_json()},
         "blocks": base64.b64encode(shape.blocks).decode(),
         "loads": {"plan": number, "groups": list(groups)},
         "rank_groups": base64.b64encode(of_rank).decode(),
-        "gauges": {"plan": number, "now": list(measure_gauges(found.loads, machine, found.forecast, no_machine))},
+        "gauges": {"plan": number, "now": list(measure_gauges(compiled.loads, machine, compiled.forecast, no_machine))},
     }
