@@ -53,8 +53,11 @@ export class PlanGauges {
     return parts;
   }
 
-  /** Show the gauges `now` and `before` (lists of gauges); `isStale`: those of now belong to the plan before. */
-  show(now, before, isStale) {
+  /**
+   * Show the gauges `now` and `before` (lists of gauges). `isStale`: those of now belong to the plan before, since the
+   * new one is being predicted or, if it `isInvalid`, cannot be.
+   */
+  show(now, before, isStale, isInvalid = false) {
     for (const [name, row] of this.rows) {
       const here = now.find((each) => each.name === name), old = before.find((each) => each.name === name);
       const scaled = scaleGauge(here, isStale ? undefined : old);
@@ -71,7 +74,7 @@ export class PlanGauges {
       row.limit.hidden = scaled.limit === null;
       row.limit.style.left = `calc(${(scaled.limit ?? 0) * 100}% - 2px)`;
     }
-    this.showVerdict(now.find((each) => each.name === "memory"), isStale);
+    this.showVerdict(now.find((each) => each.name === "memory"), isStale, isInvalid);
   }
 
   setWidth(part, share) {
@@ -79,14 +82,15 @@ export class PlanGauges {
     part.style.width = `${(share ?? 0) * 100}%`;
   }
 
-  showVerdict(memory, isStale) {
+  showVerdict(memory, isStale, isInvalid) {
     const known = isStale ? "" : memory?.verdict ?? "";
     this.box.dataset.verdict = known;
     this.path.setAttribute("d", SIGNS[known]);
     const waiting = isStale || !memory;
     this.verdict.textContent = known ? `${known[0].toUpperCase()}${known.slice(1)}`
-      : waiting ? "Predicting ..." : "No limit known";
-    this.reason.textContent = known ? memory.reason : !waiting ? memory.note : "whether the ranks fit";
+      : isInvalid ? "No valid plan" : waiting ? "Predicting ..." : "No limit known";
+    this.reason.textContent = known ? memory.reason : isInvalid ? "the numbers are of the plan before"
+      : !waiting ? memory.note : "whether the ranks fit";
     this.reason.title = this.reason.textContent;
   }
 }

@@ -97,7 +97,8 @@ function renderPlan({ model, el }) {
     },
     gauges: () => {
       const { now = [], before = [], plan } = model.get("gauges");
-      gauges.show(now, before, plan !== model.get("shape").plan);
+      const isInvalid = Object.values(model.get("errors")).some(Boolean);
+      gauges.show(now, before, isInvalid || plan !== model.get("shape").plan, isInvalid);
     },
     values: () => { if (sender.isQuiet) controls.showValues(model.get("values")); },
     errors: () => controls.showErrors(model.get("errors")),
@@ -106,7 +107,7 @@ function renderPlan({ model, el }) {
     locked: () => controls.lock(model.get("locked") ?? {}),
     serial: () => { sender.answer(model.get("serial")); show.values(); },
   };
-  const follow = { blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };
+  const follow = { errors: ["errors", "gauges"], blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };
   const observers = Object.entries({ ...show, ...Object.fromEntries(Object.keys(follow).map((name) =>
     [name, () => follow[name].forEach((each) => show[each]())])) });
   for (const [name, observer] of observers) model.on(`change:${name}`, observer);

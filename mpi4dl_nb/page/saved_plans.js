@@ -40,7 +40,7 @@ export class SavedPlans {
   refuse(name, variants) {
     const offered = [...new Set(variants.map((number) => this.format(name, this.rows[number].values[name])))];
     const text = `This page has ${name} ${offered.join(", ")} with the rest of this plan, and no others.`;
-    this.model.set("errors", { [name]: text });
+    this.model.set("status", { words: text });
     this.model.set("values", { ...this.model.get("values") }); // the control goes back
   }
 
@@ -58,7 +58,7 @@ export class SavedPlans {
     this.model.set("shape", shape);
     this.model.set("loads", loads);
     this.model.set("gauges", { ...gauges, before });
-    this.model.set("errors", {});
+    this.model.set("status", {});
     this.model.set("values", { ...this.model.get("values"), ...values });
     this.model.set("locked", this.findLocked());
   }

@@ -109,11 +109,14 @@ def test_an_error_is_said_in_its_place_and_nothing_moves(bench):
     assert start.is_disabled()
     assert start.evaluate("(button) => button === document.activeElement")
     assert "cannot be started" in bench.read("reason")
+    assert bench.read("verdict").split("\n") == ["No valid plan", "the numbers are of the plan before"]
+    assert bench.page.locator(".mpi4dl-plan-gauge.mpi4dl-plan-stale").count() == 3
     bench.page.get_by_label("Stages, exact", exact=True).fill("2")
     bench.page.keyboard.press("Enter")
     bench.until(lambda: not bench.read("alert"))
     bench.wait()
     assert bench.configurator.plan.split_size == 2
+    bench.until(lambda: bench.read("verdict").startswith("Does not fit"))
 
 
 def test_what_does_not_fit_is_said_in_words_shape_and_texture(bench):

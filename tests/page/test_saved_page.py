@@ -246,7 +246,7 @@ def test_a_plan_is_chosen_without_a_kernel(pages, open_page):
     expect(facts).to_contain_text("6 ranks")
     stages.fill("9")
     stages.press("Enter")
-    expect(page.get_by_role("alert").first).to_contain_text(
+    expect(page.locator(".mpi4dl-plan-doing")).to_contain_text(
         "This page has split_size 2, 1, 3 with the rest of this plan"
     )
     expect(stages).to_have_value("3")
