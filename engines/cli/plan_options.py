@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from engines.plan import OPTIONS
+from engines.errors import PlanError
+from engines.plan import OPTIONS, Plan
+
+GRID = "grid"
+"""The name under which rows and columns of tiles are shown, which several fields may say."""
 
 _WHOLE = re.compile(r"-?\d{1,4000}")  # `int` raises ValueError if there are many more digits
 _NAMES = "|".join(OPTIONS)
@@ -60,3 +66,24 @@ def format_value(value: Any) -> str:
     if not isinstance(value, tuple):
         return str(value)
     return ", ".join(map(str, value)) if len(value) > 1 else f"{value[0]},"
+
+
+def format_text(value: Any) -> str | bool:
+    """Return what a page shows of an option: its text, or whether a switch is on."""
+    return value if isinstance(value, bool) else format_value(value)
+
+
+def describe_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a page shows of the options of a plan, which may be invalid, and of its grid of tiles, if it has one.
+
+    >>> texts = describe_texts({name: getattr(Plan(slice_method="1x2"), name) for name in OPTIONS})
+    >>> texts["split_size"], texts["grid"]
+    ('2', [1, 2])
+    """
+    texts: dict[str, Any] = {name: format_text(value) for name, value in values.items()}
+    with suppress(PlanError):
+        stages = values["spatial_size"] or 1
+        names = ("slice_method", "num_spatial_parts")
+        tiled = Plan(split_size=stages, spatial_size=stages, **{name: values[name] for name in names})
+        texts[GRID] = list(tiled.grids[0])
+    return texts

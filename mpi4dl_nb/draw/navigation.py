@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,33 @@ def encode_tile(picture: Picture, level: int, row: int, col: int) -> bytes:
     # At an edge the tile is smaller by the same factor, so that it lies where it belongs.
     longest = max(1, round(max(tile.shape) / 2**level))
     return encode_pixels(make_thumbnail(picture, longest, box))
+
+
+def encode_pyramid(picture: Picture, most_bytes: int) -> dict[tuple[int, int, int], bytes]:
+    """Return the tiles of as many whole levels as fit into `most_bytes`, the coarsest first, by (level, row, column).
+
+    >>> import numpy as np
+    >>> from engines.images.picture import open_image
+    >>> picture = open_image(np.zeros((600, 1000, 3), np.uint8))
+    >>> [sorted({level for level, _, _ in encode_pyramid(picture, most)}) for most in (100, 3000, 200_000)]
+    [[], [2], [0, 1, 2]]
+    """
+    tiles: dict[tuple[int, int, int], bytes] = {}
+    for level in reversed(range(count_levels(picture))):
+        rows, cols = (-(-px // (TILE_PX << level)) for px in picture.shape())
+        for row, col in product(range(rows), range(cols)):
+            pixels = encode_tile(picture, level, row, col)
+            most_bytes -= len(pixels)
+            if most_bytes < 0:  # what is here of this level would leave holes
+                return {place: tile for place, tile in tiles.items() if place[0] > level}
+            tiles[level, row, col] = pixels
+    return tiles
+
+
+def describe_level(level: int) -> str:
+    """Say how fine the finest level of a picture is that a page has; nothing if it is the picture itself."""
+    side = 1 << level
+    return f"The page has one pixel for {side} × {side} of the picture; the finer ones are left out." if level else ""
 
 
 def encode_pixels(pixels: Pixels, exact: bool = False) -> bytes:

@@ -210,6 +210,11 @@ def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
     }
 
 
+def describe_progress(stepping: StepDebugger) -> str:
+    """Return how many instructions of all ranks are done, in words."""
+    return f"{sum(stepping.event.places)} of {sum(stepping.order.ends)} instructions done"
+
+
 def make_palettes() -> bytes:
     """Return the colours of values and of gradients: 2 x 256 colours, of red, green, blue and opacity (uint8)."""
     shades = np.linspace(0, 1, 256)

@@ -16,12 +16,12 @@ function linkSame(models, same) {
 
 /** The selection of a workbench: a rank, shown by its tile on the image, its row in the timeline, and its memory.
  *
- * `slicer`, `timeline` (-1 for none) and `memory` are numbers of views. `ranks` lists the ranks of each layer by tile,
+ * The models are those of the slicer, of the timeline if the training was `timed`, and of the memory. `ranks` lists the ranks of each layer by tile,
  * `layers` the layer of each event (-1 for none), and `pictures` the memory: of all ranks together, then of each.
  */
 class Selection {
-  constructor(models, { slicer, timeline, memory, ranks, layers, pictures }) {
-    Object.assign(this, { ranks, layers, slicer: models[slicer], timeline: models[timeline], memory: models[memory] });
+  constructor(models, { timed, ranks, layers, pictures }) {
+    Object.assign(this, { ranks, layers, slicer: models[0], timeline: timed ? models[1] : undefined, memory: models.at(-1) });
     this.pictures = pictures.map(([png, alt]) => ({ png: unpackBytes(png), alt }));
     this.listen(this.slicer, ["layer", "tile"], () => this.followSlicer());
     if (this.timeline) this.listen(this.timeline, ["selected", "rank"], () => this.followTimeline());

@@ -12,7 +12,7 @@ from typing import Any
 import ipywidgets
 from torch import Tensor, nn
 
-from engines.cli.plan_options import find_plan_option
+from engines.cli.plan_options import GRID, describe_texts, find_plan_option
 from engines.errors import Mpi4dlError, PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss, TraceCache
@@ -36,18 +36,9 @@ from mpi4dl_nb.draw.plan_picture import (
 )
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
+from mpi4dl_nb.plan_table import make_plan_table
 from mpi4dl_nb.widgets.figure_widget import StillFigure
-from mpi4dl_nb.widgets.plan_table import make_plan_table
-from mpi4dl_nb.widgets.plan_view import (
-    BATCH,
-    GRID,
-    IMAGE_PX,
-    MACHINE,
-    Knob,
-    PlanView,
-    StartButton,
-    describe_texts,
-)
+from mpi4dl_nb.widgets.plan_view import BATCH, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
 from mpi4dl_nb.widgets.saved_page import NO_KERNEL
 from mpi4dl_nb.widgets.saved_view import SavedPart
 

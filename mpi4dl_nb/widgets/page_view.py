@@ -50,8 +50,8 @@ class PageView(anywidget.AnyWidget):
 
     def save_view(self) -> SavedView:
         """Return what a page needs to show the view, as it is now, without a kernel."""
-        names = set(self.trait_names(sync=True)) - set(anywidget.AnyWidget.class_trait_names(sync=True))
-        values = {name: getattr(self, name) for name in sorted(names - {"_esm", "_css", "_anywidget_id"})}
+        others = {*anywidget.AnyWidget.class_trait_names(sync=True), "_esm", "_css", "_anywidget_id"}
+        values = {name: getattr(self, name) for name in self.trait_names(sync=True) if name not in others}
         return SavedView(str(self._esm), str(self._css), values)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import traitlets
 
-from engines.cli.plan_options import format_value, parse_value
+from engines.cli.plan_options import GRID, format_text, parse_value
 from engines.errors import Mpi4dlError
 from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
 
-IMAGE_PX, BATCH, MACHINE, GRID = "image_px", "batch", "machine", "grid"
+IMAGE_PX, BATCH, MACHINE = "image_px", "batch", "machine"
 SIDES_PX = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
 BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 
 # One knob: an option of the plan, a size of the batch, or the machine.
-
-
-def format_text(value: Any) -> str | bool:
-    """Return what a page shows of an option: its text, or whether a switch is on."""
-    return value if isinstance(value, bool) else format_value(value)
 
 
 class Knob:
@@ -62,22 +56,6 @@ class Knob:
             self.value = parse_value(text) if text.strip() else None
         else:
             self.value = text
-
-
-def describe_texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a page shows of the options of a plan, which may be invalid, and of its grid of tiles, if it has one.
-
-    >>> texts = describe_texts({name: getattr(Plan(slice_method="1x2"), name) for name in OPTIONS})
-    >>> texts["split_size"], texts["grid"]
-    ('2', [1, 2])
-    """
-    texts = {name: format_text(value) for name, value in values.items()}
-    with suppress(Mpi4dlError):
-        stages = values["spatial_size"] or 1
-        names = ("slice_method", "num_spatial_parts")
-        tiled = Plan(split_size=stages, spatial_size=stages, **{name: values[name] for name in names})
-        texts[GRID] = list(tiled.grids[0])
-    return texts
 
 
 class StartButton:

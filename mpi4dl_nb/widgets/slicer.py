@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from itertools import product
 from typing import Any
 
 import ipywidgets
@@ -30,11 +29,12 @@ from mpi4dl_nb.draw.halo_points import (
 )
 from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net
 from mpi4dl_nb.draw.navigation import (
-    TILE_PX,
     RasterCache,
     are_tiles,
     count_levels,
+    describe_level,
     encode_pixels,
+    encode_pyramid,
     encode_tile,
     find_owner,
     is_picked,
@@ -49,10 +49,10 @@ from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import NOT_SAVED, PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
-from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView, make_key
+from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
 
 MIN_PICTURE_BYTES = 400_000
-"""Enough for the coarsest level of any picture and the view of the whole."""
+"""Enough for the coarsest level of any picture, exact pixels included."""
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
     "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
@@ -124,34 +124,15 @@ class SlicerView(PageView):
         saved = self.save_view()
         if not self.facts["picture"]["saved"]:
             return saved
-        levels, left = count_levels(self.picture), most_bytes - len(self.preview) - len(self.overlay)
-        tiles: dict[str, Answer] = {}
-        finest = levels
-        for level in reversed(range(levels)):
-            encoded = self._encode_level(level, left)
-            if encoded is None:
-                break
-            tiles |= encoded
-            finest, left = level, left - sum(len(pixels) for _, (pixels,) in encoded.values())
-        if finest == levels:
+        tiles = encode_pyramid(self.picture, most_bytes)
+        if not tiles:
             raise PlanError(
-                f"The image does not fit into picture_bytes={most_bytes:,}: its coarsest level and the view of the "
-                f"whole take more. Give picture_bytes={MIN_PICTURE_BYTES:,} or more."
+                f"The image does not fit into picture_bytes={most_bytes:,}: its coarsest level takes more. Give "
+                f"picture_bytes={MIN_PICTURE_BYTES:,} or more."
             )
-        facts = self.facts | {"picture": self.facts["picture"] | {"finest": finest}}
-        return replace(saved, values=saved.values | {"facts": facts}, answers={"tiles": tiles})
-
-    def _encode_level(self, level: int, most_bytes: int) -> dict[str, Answer] | None:
-        """Return all tiles of a level of the picture, or None if they take more than `most_bytes`."""
-        rows, cols = (-(-px // (TILE_PX << level)) for px in self.picture.shape())
-        tiles: dict[str, Answer] = {}
-        for row, col in product(range(rows), range(cols)):
-            pixels = encode_tile(self.picture, level, row, col)
-            most_bytes -= len(pixels)
-            if most_bytes < 0:
-                return None
-            tiles[make_key([level, row, col])] = {"tiles": [[level, row, col]], "trouble": ""}, (pixels,)
-        return tiles
+        facts = self.facts | {"picture": self.facts["picture"] | {"finest": min(level for level, _, _ in tiles)}}
+        answers = {make_key(place): ({"tiles": [place], "trouble": ""}, (pixels,)) for place, pixels in tiles.items()}
+        return replace(saved, values=saved.values | {"facts": facts}, answers={"tiles": answers})
 
     def _send_pictures(self) -> None:
         self.send({"pictures": True}, self._pictures)
@@ -232,15 +213,9 @@ class Slicer(PageWidget):
 
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
         view = self.view.save_pictures(picture_bytes)
-        return SavedPart([view], remarks=[HELP, *self._describe_saved(view.values["facts"]["picture"].get("finest"))])
-
-    def _describe_saved(self, finest: int | None) -> Iterator[str]:
-        """Say what a saved page lacks of the picture, if anything."""
-        if finest is None:
-            yield NOT_SAVED
-        elif finest:
-            side = 2**finest
-            yield f"The page has one pixel for {side} × {side} of the picture; the finer ones are left out."
+        finest = view.values["facts"]["picture"].get("finest")
+        missing = NOT_SAVED if finest is None else describe_level(finest)
+        return SavedPart([view], remarks=[HELP, *filter(None, [missing])])
 
     @property
     def plan(self) -> Plan:

@@ -13,7 +13,15 @@ import traitlets
 from engines.errors import PlanError
 from engines.program.steps import StepCounts
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.draw.step_frame import FRAME_PX, StepFrame, StepRecord, describe_scene, make_palettes, pack_frame
+from mpi4dl_nb.draw.step_frame import (
+    FRAME_PX,
+    StepFrame,
+    StepRecord,
+    describe_progress,
+    describe_scene,
+    make_palettes,
+    pack_frame,
+)
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
@@ -204,9 +212,8 @@ class Stepper(PageWidget):
             )
         if not self.stepping.event.done:
             raise PlanError(
-                f"The step has {sum(self.stepping.event.places)} of {sum(self.stepping.order.ends)} instructions done, "
-                "and a page can run no others. Finish it first: stepper.record_step() runs it instruction by "
-                "instruction, and the page shows each of them."
+                f"The step has {describe_progress(self.stepping)}, and a page can run no others. Finish it first: "
+                "stepper.record_step() runs it instruction by instruction, and the page shows each of them."
             )
         return SavedPart([self.view.save_view()], remarks=[note] if (note := self.record.note) else [])
 

@@ -93,9 +93,7 @@ class Workbench(StillFigure, ipywidgets.VBox):
         names = self.timeline.timeline.layers if self.timeline else {}
         memory = [self.training.memory(rank) for rank in (None, *range(self.training.plan.ranks))]
         selection = {
-            "slicer": 0,
-            "timeline": 1 if timeline else -1,
-            "memory": 1 + len(timeline),
+            "timed": bool(timeline),
             "ranks": [point.ranks.ranks for point in points],
             "layers": [find_layer_of(points, names.get(event.name, ""), -1) for event in events],
             "pictures": [(base64.b64encode(figure.to_png()).decode(), figure.alt) for figure in memory],
