@@ -197,8 +197,10 @@ def choose_image(path: Path, images: Sequence[OmeImage]) -> OmeImage:
                     f"{path} holds {len(named)} pictures, and its OME-XML does not say which of them is the scan: "
                     f"{sizes[:600]}. Save the one you want by itself, or give the others a Name such as label or macro."
                 )
+    except ImageError:  # a ValueError, too
+        raise
     except (LookupError, ValueError, OverflowError) as error:
-        raise (error if isinstance(error, ImageError) else _make_xml_error(path, error)) from error
+        raise _make_xml_error(path, error) from error
     return scan
 
 
@@ -233,8 +235,10 @@ def list_planes(path: Path, image: OmeImage, alone: bool) -> list[PlaneSource]:
             )
         sources = _map_planes(path, image, alone)
         return [sources[channel] for channel in _order_channels(path, image)]
+    except ImageError:  # a ValueError, too
+        raise
     except (LookupError, ValueError, OverflowError) as error:
-        raise (error if isinstance(error, ImageError) else _make_xml_error(path, error)) from error
+        raise _make_xml_error(path, error) from error
 
 
 def _map_planes(path: Path, image: OmeImage, alone: bool) -> dict[int, PlaneSource]:

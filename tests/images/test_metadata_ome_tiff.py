@@ -10,6 +10,7 @@ import pytest
 import tifffile
 from made_files import MadeFile, by_tifffile, check_refused, check_row, list_rows_without_files, read_picture
 
+from engines.errors import ImageError
 from engines.images.metadata.ome_tiff import OME_TIFF
 from engines.images.picture import open_image
 
@@ -174,6 +175,16 @@ def test_every_row_has_a_made_file():
 @pytest.mark.parametrize("row", OME_TIFF, ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     check_row(row, MADE[row.name], tmp_path)
+
+
+def test_a_refusal_has_no_circle_of_causes(tmp_path: Path):
+    path = make(ome(image(THREE + data({"IFD": 0}, {"IFD": 1}))), *split(RGB))(tmp_path)
+    with pytest.raises(ImageError, match="two pages for channel 0") as refused:
+        open_image(path)
+    causes = [refused.value]
+    while (cause := causes[-1].__cause__) is not None:
+        assert cause not in causes
+        causes.append(cause)
 
 
 # ---- which image is the scan
