@@ -1,4 +1,4 @@
-"""Saved pages, opened from a file with the network off: alive without a kernel, and without a word of who made them."""
+"""Living pages, saved and opened from a file with the network off: no kernel, and no word of who made them."""
 
 from __future__ import annotations
 
