@@ -71,8 +71,8 @@ def save_page(
     many of its levels as fit into `picture_bytes`, the coarsest first; the page says where that ends.
     The file contains what the widgets show, an image's file name too; it contains no path, and no name of a user or a
     host. A widget with `save_picture=False` is saved without its image, and a `Stepper` with it not at all.
-    Raises PlanError, and writes nothing, if a widget is closed or shows a step that is not finished, or if not even
-    the coarsest level of an image fits.
+    Raises PlanError, and writes nothing, if a widget is closed or shows a step that is not finished, if not even the
+    coarsest level of an image fits, or if the file cannot be written.
 
     >>> from mpi4dl_nb import Plan, Slicer, immunohistochemistry, resnet20_v1, save_page
     >>> slicer = Slicer(immunohistochemistry(), Plan(split_size=1, slice_method="2x2"), resnet20_v1())
@@ -94,7 +94,13 @@ def save_page(
         script=_make_script(codes),
     )
     path = make_absolute(path)
-    path.write_text(page, encoding="utf-8")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"The page cannot be written to {path} ({error.strerror}). Give a file in a folder that exists and in "
+            "which you may write."
+        ) from error
     return path
 
 
@@ -103,8 +109,8 @@ def _save_part(part: Any, picture_bytes: int) -> SavedPart:
         return SavedPart(html=part._repr_html_())
     if not hasattr(part, "save_part"):
         raise PlanError(
-            f"A {type(part).__name__} cannot be part of a page. Give widgets of mpi4dl_nb, or figures of its show_... "
-            "functions."
+            f"A value of type {type(part).__name__} cannot be part of a page. Give widgets of mpi4dl_nb, or "
+            "figures of its show_... functions."
         )
     return part.save_part(picture_bytes)
 
