@@ -1,7 +1,8 @@
 """`python -m tests.page_pictures [folder]`: what the page draws, as pictures for README and docs.
 
 `slicer.png` is the slicer on stained tissue. `exchange_forward.png` and `exchange_backward.png` are film strips: halos
-on their way to the ranks that read them, and their gradients on the way home.
+on their way to the ranks that read them, and their gradients on the way home. `exchange.webp` is both in motion, the
+first layer's halos in the colours of the tissue.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,11 @@ CAPTIONS = {
         "It has been added there: the owner's gradient is complete.",
     ),
 }
+ANIMATED = {
+    "forward": "Forward: each tile borrows the edge of its neighbours.",
+    "backward": "Backward: the gradient of each borrowed pixel goes home, and is added.",
+}
+FRAMES, FRAME_MS, PAUSE_MS = 30, 80, 1500
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1))
 
 
@@ -60,43 +67,70 @@ def photograph_slicer(browser: Any, folder: Path) -> None:
 
 def film_exchange(browser: Any, folder: Path) -> None:
     """Frames of the same exchange forward and backward, below each other."""
+    layers = [nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 9, padding=4), nn.ReLU()]
+    with _open_stage(browser, nn.Sequential(*layers, nn.Conv2d(4, 2, 3, padding=1)), 1) as show:
+        # The second layer's halos are wide.
+        forward = show("forward", 2, FRAMES_MS)
+        join_frames(forward, CAPTIONS["forward"]).save(folder / "exchange_forward.png")
+        join_frames(show("backward", 1, FRAMES_MS), CAPTIONS["backward"]).save(folder / "exchange_backward.png")
+
+
+def animate_exchange(browser: Any, folder: Path) -> None:
+    """An exchange of tissue forward, then one of gradients backward, as a moving picture of about ten seconds."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 9, padding=4), nn.ReLU(), nn.Conv2d(4, 2, 9, padding=4), nn.ReLU())
+    waits_ms = (20, *[FRAME_MS] * FRAMES)
+    pictures = []
+    with _open_stage(browser, nn.Sequential(*model, nn.Conv2d(2, 2, 3, padding=1)), 1.5) as show:
+        for phase in ("forward", "backward"):
+            frames = show(phase, 1, waits_ms)
+            pictures += [join_frames([frame], [ANIMATED[phase]], 1, 15) for frame in frames]
+    pauses_ms = [PAUSE_MS, *[FRAME_MS] * (FRAMES - 1), PAUSE_MS] * 2
+    size = {"save_all": True, "quality": 80, "method": 6}
+    pictures[0].save(folder / "exchange.webp", append_images=pictures[1:], duration=pauses_ms, loop=0, **size)
+
+
+@contextmanager
+def _open_stage(browser: Any, model: nn.Module, scale: float) -> Iterator[Callable[..., list[bytes]]]:
+    """Yield a function that goes to an exchange and returns pictures of the stage in tiles, so many ms apart."""
     torch.manual_seed(0)
     tissue = immunohistochemistry()[100:148, 200:264]
     images = torch.from_numpy(tissue.copy()).permute(2, 0, 1)[None].float() / 255
-    layers = [nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 9, padding=4), nn.ReLU()]
     with Cluster(PLAN.ranks, backend="loopback") as cluster:
-        model = nn.Sequential(*layers, nn.Conv2d(4, 2, 3, padding=1))
         training = Training(model, PLAN, cluster, tuple(images.shape))
         stepper = Stepper(training, images, torch.randint(2, (1, *tissue.shape[:2])))
-        harness = PageHarness(browser, stepper.view, (1280, 900))
+        harness = PageHarness(browser, stepper.view, (1280, 900), device_scale_factor=scale)
         page = harness.page
         page.clock.install()
-        for phase, name in (("forward", "exchange_forward"), ("backward", "exchange_backward")):
-            for _ in range(2 if phase == "forward" else 1):  # the second layer's halos are wide
+
+        def show(phase: str, exchanges: int, waits_ms: Sequence[int]) -> list[bytes]:
+            for _ in range(exchanges):
                 stepper.stepping.until(kind="halo", phase=phase)
             page.clock.pause_at(page.evaluate("Date.now()") / 1000 + 1)  # frames at the same moments on any machine
             stepper.refresh()
             frames = []
-            for wait_ms in FRAMES_MS:
+            for wait_ms in waits_ms:
                 page.clock.run_for(wait_ms)
                 box = page.locator(".mpi4dl-stage > canvas").bounding_box()  # the left half is the stage in tiles
                 half = {"x": box["x"], "y": box["y"], "width": box["width"] / 2, "height": box["height"]}
                 frames.append(page.screenshot(clip=half))
             page.clock.resume()
-            join_frames(frames, CAPTIONS[phase]).save(folder / f"{name}.png")
+            return frames
+
+        yield show
         stepper.close()
         harness.close()
 
 
-def join_frames(frames: list[bytes], captions: Sequence[str], columns: int = 2) -> Image.Image:
-    """Put frames beside and below each other, each with a numbered caption above it."""
-    font = ImageFont.truetype(findfont("DejaVu Sans"), 13)
+def join_frames(frames: list[bytes], captions: Sequence[str], columns: int = 2, size: int = 13) -> Image.Image:
+    """Put frames beside and below each other, each with its caption above it, numbered if there are several."""
+    font = ImageFont.truetype(findfont("DejaVu Sans"), size)
     pictures = []
     for number, (frame, caption) in enumerate(zip(frames, captions, strict=True), 1):
         picture = Image.open(io.BytesIO(frame)).convert("RGB")
         padded = Image.new("RGB", (picture.width + 12, picture.height + 34), "white")
         padded.paste(picture, (0, 26))
-        ImageDraw.Draw(padded).text((8, 6), f"{number}  {caption}", "#1a1a1a", font)
+        text = f"{number}  {caption}" if len(frames) > 1 else caption
+        ImageDraw.Draw(padded).text((8, 6), text, "#1a1a1a", font)
         pictures.append(np.asarray(padded))
     rows = [np.concatenate(pictures[start : start + columns], 1) for start in range(0, len(pictures), columns)]
     return Image.fromarray(np.concatenate(rows))
@@ -109,6 +143,7 @@ def main(folder: Path = FIGURES) -> None:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
         photograph_slicer(browser, folder)
         film_exchange(browser, folder)
+        animate_exchange(browser, folder)
         browser.close()
 
 
