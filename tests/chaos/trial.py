@@ -34,7 +34,7 @@ HANG_AFTER_S = 3.0
 STEPS = 3  # of a round
 EVERY = 2  # steps between two checkpoints
 GONE_S = 10.0
-_ROUND_S, _END_S, _CUT_S = 240, 5.0, 1.0
+_ROUND_S, _END_S = 240, 5.0
 _NAMES = {"controller": ("controller",), "mpiexec": ("mpiexec",)}
 
 
@@ -147,18 +147,22 @@ class Trial:
     def _look(self) -> None:
         """What has come of it; a fault may show only now, if a helper takes its time to end."""
         cluster, fault = self.training.cluster, self.verdict.fault
-        if "cut" in fault.kind and fault.is_noted and self.verdict.told_s is None:
-            time.sleep(_CUT_S)  # MPI notices by itself that a rank has lost its connection, and ends the rank then
-            fault.note.write_text(str(time.time()))
-        if fault.kind == "terminate" and fault.whom in HELPERS and fault.is_noted and self.verdict.told_s is None:
-            with suppress(psutil.NoSuchProcess):
-                asked, deadline = [psutil.Process(pid) for pid in fault.pids], time.monotonic() + _END_S
-                while any(map(is_running, asked)) and time.monotonic() < deadline:
-                    time.sleep(0.02)
-            fault.note.write_text(str(time.time()))  # before that there was nothing to tell
+        if fault.is_noted and self.verdict.told_s is None:
+            if "cut" in fault.kind:  # MPI notices by itself that a rank has lost its connection, and ends the rank then
+                self._wait_while(lambda: len(roles(cluster._ranks._place.name).get("rank", ())) == PLAN.ranks)
+            elif fault.kind == "terminate" and fault.whom in HELPERS:
+                asked = [process for process in family(cluster._ranks._place.name) if process.pid in fault.pids]
+                self._wait_while(lambda: any(map(is_running, asked)))
         give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
         cluster.call(disarm)
         self._state = self.training.state_dict()
+
+    def _wait_while(self, is_whole: Callable[[], bool]) -> None:
+        """Wait a few seconds at most until something has ended: before that there is nothing to tell."""
+        deadline = time.monotonic() + _END_S
+        while is_whole() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.verdict.fault.note.write_text(str(time.time()))
 
     def _fit(self, fault: Fault) -> None:
         images = Images(fault if fault.when == "reader" else None)
