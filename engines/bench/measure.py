@@ -30,7 +30,7 @@ from engines.comm.device import (
     trim_memory,
 )
 from engines.comm.streams import wait_for_device
-from engines.comm.supervisor import set_parent_death_signal
+from engines.comm.supervisor import end_with_parent
 from engines.comm.world import World
 from engines.errors import RankError
 from engines.program.worker import Inputs
@@ -146,7 +146,7 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
         encoding="utf-8",
         errors="replace",
         check=False,
-        preexec_fn=set_parent_death_signal,
+        preexec_fn=partial(end_with_parent, os.getpid()),
     )
     if done.returncode:
         raise SubprocessExitError(

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from engines.comm.status_board import BOARD, RankStatus, StatusBoard
@@ -53,7 +54,7 @@ class _Supervisor:
                 command,
                 pass_fds=[file.fileno()],
                 env={**os.environ, BOARD: str(file.fileno())},
-                preexec_fn=set_parent_death_signal,  # noqa: PLW1509 (there are no threads here)
+                preexec_fn=partial(end_with_parent, os.getpid()),  # noqa: PLW1509 (there are no threads here)
             )
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT for the rank is sent to the rank's own process
         signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
@@ -105,10 +106,15 @@ class _Supervisor:
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 
-def set_parent_death_signal() -> None:
-    """Make the kernel kill this process when its parent dies (Linux only); a child runs this before exec."""
+def end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent, whose pid is given, dies; a child runs this before exec.
+
+    Only Linux can. A parent that died before the kernel was told is noticed here.
+    """
     if _LINUX:
         _LINUX.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(command: Sequence[str]) -> None:

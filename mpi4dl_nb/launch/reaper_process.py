@@ -150,11 +150,13 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
     # sender (`si_code`) is known.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     # If this process is killed, the kernel terminates the launcher, which ends its ranks.
-    set_parent_death_signal, library = 1, ctypes.CDLL(None)  # PR_SET_PDEATHSIG of Linux
+    set_parent_death_signal, library, parent = 1, ctypes.CDLL(None), os.getpid()  # PR_SET_PDEATHSIG of Linux
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         library.prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the kernel was told
+            os._exit(0)
 
     launcher = subprocess.Popen(command, preexec_fn=begin)  # noqa: PLW1509 (there are no threads here)
     while launcher.poll() is None:

@@ -82,8 +82,8 @@ def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
 @pytest.mark.nightly
 def test_the_rank_ends_with_whoever_has_started_its_supervisor():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
-    supervisor = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(60)"]
-    code = f"import subprocess, time; print(subprocess.Popen({supervisor!r}).pid, flush=True); time.sleep(60)"
+    supervisor = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(300)"]
+    code = f"import subprocess, time; print(subprocess.Popen({supervisor!r}).pid, flush=True); time.sleep(300)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     found = psutil.Process(int(starter.stdout.readline()))
     until_s = time.monotonic() + 10
@@ -91,18 +91,28 @@ def test_the_rank_ends_with_whoever_has_started_its_supervisor():
         time.sleep(0.05)
     family = [found, *found.children()]
     starter.kill()
-    starter.communicate()
+    starter.wait()
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
 def test_the_rank_ends_with_its_supervisor():
-    supervisor = supervised("import time; time.sleep(60)")
+    supervisor = supervised("import time; time.sleep(300)")
     until_s = time.monotonic() + 10
     while not (ranks := psutil.Process(supervisor.pid).children()) and time.monotonic() < until_s:
         time.sleep(0.05)
     supervisor.kill()
-    supervisor.communicate()
+    supervisor.wait()  # not `communicate`, which waits for the rank as well: it has the same pipe
     assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+def test_a_child_whose_parent_has_died_before_it_could_ask_for_a_signal_ends():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    child = subprocess.run(
+        [sys.executable, "-c", f"from engines.comm.supervisor import end_with_parent; end_with_parent({gone.pid})"],
+        check=False,
+    )
+    assert child.returncode == -signal.SIGKILL
 
 
 # ---- what the notebook makes of it
