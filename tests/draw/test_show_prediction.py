@@ -52,6 +52,7 @@ def predict(cluster: Cluster, model: nn.Module, source: object, **asked: object)
         training.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", ["tif", "png"])
 def test_a_file_says_what_it_is_of(ending: str, cluster: Cluster, tmp_path: Path):
     """A part of the slide, at a stride of 4 that does not divide it: 50 x 61 px are 13 x 16 cells."""
@@ -88,6 +89,7 @@ class Slide(ArrayPicture):
         out[:] = pixels[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
+@pytest.mark.nightly
 def test_a_coarser_level_is_not_shifted(cluster: Cluster, tmp_path: Path):
     """Pixel i of a level that is a third as large covers pixels 3 i to 3 i + 2, so that its middle is 3 i + 1."""
     path = predict(cluster, Threshold(), Slide(), to=tmp_path / "out.tif", level=1)
@@ -99,7 +101,7 @@ def test_a_coarser_level_is_not_shifted(cluster: Cluster, tmp_path: Path):
     assert np.array_equal(layer.numbers, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factor", [1 / 3, 3, 0.5, 1.5])
 def test_a_model_that_scales_the_picture_keeps_half_pixel_centres(factor: float, cluster: Cluster):
     """Against NumPy: the value at a pixel's middle, by linear interpolation, whatever tile it is computed in."""

@@ -144,6 +144,7 @@ def test_one_score_is_that_of_a_yes():
     assert np.array_equal(yes, expected.sigmoid().mul(255).round()[..., 0].numpy())
 
 
+@pytest.mark.nightly
 def test_an_answer_coarser_than_the_image(tmp_path: Path):
     model, path = nn.Conv2d(3, 2, 4, stride=4), tmp_path / "coarse.tif"
     found = swept(model, 2, (0, 0, 120, 160), "scores")
@@ -169,6 +170,7 @@ class TwoOutputs(nn.Module):
         return answers if self.both else answers[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("both", [True, False])
 def test_another_output_does_not_shift_the_tiles_of_the_first(both: bool):
     model, box = TwoOutputs(both), (0, 0, 60, 80)
@@ -307,6 +309,7 @@ class Full(ArraySink):
         super().put(tile, pixels)
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("side_px", [50, 95])
 def test_a_disk_that_fills_up(side_px: int):

@@ -44,6 +44,7 @@ def failed(plan: Plan, images, labels, loss=None, lr: float = 0.1, steps: int = 
     pytest.fail(f"{steps} steps had losses that are numbers")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -104,11 +104,13 @@ def find_mixing(change: Change, images: int = 2) -> str:
     return found.mixes
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_mixes_images_is_found(name: str):
     assert "test_model_mixing.py" in find_mixing(MIXING[name])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SEPARATE)
 def test_a_model_that_keeps_images_separate_is_not(name: str):
     assert not find_mixing(SEPARATE[name])
@@ -154,6 +156,7 @@ class Normed(nn.Module):
         return self.layers(images)
 
 
+@pytest.mark.nightly
 def test_norms_and_draws_go_by_micro_batch_in_one_call_of_the_model():
     with warnings.catch_warnings(), Cluster(2, backend="loopback") as cluster:
         plan = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")
@@ -167,6 +170,7 @@ def test_norms_and_draws_go_by_micro_batch_in_one_call_of_the_model():
 WARNS = "The model computes with several images at once in evaluation mode"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plan", "images", "warned"),
     [(SEVERAL, 2, False), (SEVERAL, 3, True), (SEVERAL, 4, True), (ONE, 2, False), (ONE, 3, True)],

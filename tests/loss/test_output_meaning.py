@@ -140,6 +140,7 @@ LOSSES: dict[str, tuple[nn.Module, Loss, Tensor, OutputMeaning]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_says_what_channels_are(name: str):
     model, loss, labels, expected = LOSSES[name]
@@ -216,6 +217,7 @@ def test_a_picture_is_predicted_as_the_loss_says(name: str, cluster: Cluster, tm
     training.close()
 
 
+@pytest.mark.nightly
 def test_several_labels_of_an_image_are_a_tensor_of_zeros_and_ones(cluster: Cluster):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))

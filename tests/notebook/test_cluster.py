@@ -517,6 +517,7 @@ def test_a_death_that_the_transport_tells_first_is_told_as_what_it_is(is_dead):
     assert str(call.make_error()) == f"Rank 0: {told}"
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(cluster):
     """What a revoked gather has brought has no sense in it, and is not read."""

@@ -65,6 +65,7 @@ def read_all(error: RankError) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
+@pytest.mark.sampled(1)
 def test_an_exception_without_a_text_is_told_with_its_kind_and_its_line(cluster):
     class MuteError(Exception):
         def __str__(self):

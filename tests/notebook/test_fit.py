@@ -321,6 +321,7 @@ def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch
     assert rest.losses == same(whole.losses[done:])
 
 
+@pytest.mark.sampled(1)
 def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
     """As where a second interrupt comes in the midst of an update: which cannot be timed, so it is done by hand."""
     mine = training(ranks)

@@ -243,6 +243,7 @@ def ssh(monkeypatch, tmp_path):
     return stands_for
 
 
+@pytest.mark.nightly
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("says", "meaning"),

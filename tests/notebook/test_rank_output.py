@@ -112,7 +112,7 @@ def test_a_line_is_shown_while_the_rank_goes_on(cluster):
     assert time.monotonic() - shown_s[0] > 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_was_printed_before_a_failure_is_shown(cluster, capsys):
     def fails(host):
         print("about to divide")

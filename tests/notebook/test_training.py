@@ -195,6 +195,7 @@ def test_two_trainings_on_one_cluster_do_not_mix(cluster):
     assert tuple(b for _, b in losses) == same(alone(unet(), data[2:]).mean_losses)
 
 
+@pytest.mark.nightly
 def test_steps_from_several_threads_come_one_after_another(cluster):
     """Each is a whole step, in some order; the batch is the same, so the losses are those of one thread."""
     ((images, labels),) = batches(1)
@@ -350,6 +351,7 @@ def test_close_frees_the_ranks(cluster):
     training.close()
 
 
+@pytest.mark.nightly
 def test_a_training_that_nothing_refers_to_is_freed_with_the_next_one():
     with Cluster(1, backend="loopback") as alone:
         for _ in range(3):

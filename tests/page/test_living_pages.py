@@ -146,6 +146,7 @@ def test_a_page_tells_nobody_who_made_it(pages, folder, name: str):
     assert not re.search(r'"(/\w+){2,}', re.sub(r'"[\w+/=]{40,}"', '""', text))  # without images
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [1400, 700])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", WIDGETS)
@@ -177,6 +178,7 @@ def test_a_slicer_without_a_kernel(pages, open_page):
     opened.check()
 
 
+@pytest.mark.nightly
 def test_a_page_says_where_its_picture_ends(folder, open_page):
     large = np.tile(TISSUE, (5, 5, 1))
     slicer = Slicer(large, PLAN, make_model())
@@ -284,6 +286,7 @@ def test_a_workbench_has_one_selection(pages, open_page):
     opened.check()
 
 
+@pytest.mark.nightly
 def test_figures_and_widgets_stand_on_one_page(folder, slicer, open_page):
     figure = show_slicing(TISSUE, PLAN, make_model())
     opened = open_page(save_page([figure, slicer, slicer], folder / "several.html"))
@@ -321,6 +324,7 @@ def test_a_page_leaves_out_what_no_file_may_contain(folder, open_page):
     opened.check()
 
 
+@pytest.mark.nightly
 def test_a_page_by_the_command_line(folder, open_page, capsys):
     flags = ["--image", str(folder / NAME), "--slice-method", "1x2", "--split-size", "1", "--title", "Mine"]
     with pytest.raises(SystemExit) as ended:

@@ -38,6 +38,7 @@ def test_pure_parts(tests):
     run_node("--test", str(tests))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("entry", MODULES)
 def test_joined_modules_are_a_module(entry):
     joined = join_modules(entry)

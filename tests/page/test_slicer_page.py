@@ -65,6 +65,7 @@ def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     assert page.evaluate("() => window.asked ?? null") is None
 
 
+@pytest.mark.nightly
 def test_the_sheets_of_other_widgets_change_nothing(page):
     press(page, "t")
     stage, offset = page.locator(".mpi4dl-stage"), "getComputedStyle(document.activeElement).outlineOffset"
@@ -74,6 +75,7 @@ def test_the_sheets_of_other_widgets_change_nothing(page):
     assert page.evaluate(offset) == "-3px"
 
 
+@pytest.mark.nightly
 def test_beside_the_picture_no_pixel_is_framed(page):
     canvas = page.locator("canvas")
     box = canvas.bounding_box()
@@ -183,6 +185,7 @@ def test_remarks_are_those_of_the_stage_that_the_layer_is_in(chromium):
     harness.close()
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer, monkeypatch):
     encode, broken = module.encode_tile, [True]
 
@@ -228,6 +231,7 @@ def test_the_picture_follows_the_theme(chromium, slicer):
     harness.close()
 
 
+@pytest.mark.nightly
 def test_less_motion_and_a_narrow_page(chromium, slicer):
     harness = PageHarness(chromium, slicer.view, (480, 800), reduced_motion="reduce", color_scheme="dark")
     harness.settle()
@@ -279,5 +283,6 @@ def test_a_predicted_map_lies_over_the_picture(chromium, save_picture: bool, tmp
     slicer.close()
 
 
+@pytest.mark.nightly
 def test_without_a_map_there_is_no_button_for_it(page):
     expect(page.get_by_text("predicted map", exact=True)).to_be_hidden()

@@ -88,6 +88,7 @@ def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper,
     assert page.page.evaluate(SHOWN) == "newest"
 
 
+@pytest.mark.nightly
 def test_keys_in_the_table_of_ranks_scroll_it(page: PageHarness):
     for key in ("n", "n", "ArrowLeft"):
         press(page, key)
@@ -174,6 +175,7 @@ def test_a_pixel_is_read_by_pointer_and_by_keyboard(stepper: Stepper, page: Page
     assert page.page.locator(".mpi4dl-tooltip").inner_text().startswith("rank 0, row ")
 
 
+@pytest.mark.nightly
 def test_the_schedule_has_the_textures_of_the_timeline(page: PageHarness):
     backgrounds = """(name) => [...document.querySelectorAll(`.mpi4dl-step-table ${name}`)].map(
         (each) => getComputedStyle(each).backgroundImage).filter((each) => each.startsWith('url("data:image/png'))"""
@@ -223,6 +225,7 @@ def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: Page
     assert stepper.stepping.event.places == (0,) * PLAN.ranks
 
 
+@pytest.mark.nightly
 def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: Stepper):
     go_to(stepper, "halo", "backward")
     later = PageHarness(chromium, stepper.view, reduced_motion="reduce")
@@ -231,6 +234,7 @@ def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: S
     later.close()
 
 
+@pytest.mark.nightly
 def test_the_picture_of_the_saved_page_is_drawn_when_the_page_rests(stepper: Stepper, page: PageHarness):
     updates: list[str] = []
     stepper._still = type("Still", (), {"update": lambda _self, html: updates.append(html.data)})()
@@ -264,6 +268,7 @@ def test_motion_moves_and_ends(chromium: object, stepper: Stepper):
     moving.close()
 
 
+@pytest.mark.nightly
 def test_who_wants_less_motion_sees_the_end_at_once(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "forward")
     page.settle()

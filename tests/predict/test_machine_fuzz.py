@@ -14,6 +14,7 @@ from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.fuzz.__main__ import run_elsewhere
 
 
+@pytest.mark.nightly
 def test_damaged_machine_files_are_refused_or_give_forecasts():
     found = run_elsewhere("machines", first=0, count=60, seed=11)
     assert not found.wrong

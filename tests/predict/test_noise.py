@@ -295,6 +295,7 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
     assert ThreeParts.begun == 4  # on two ranks, twice
 
 
+@pytest.mark.nightly
 def test_where_ranks_compute_on_gpus_predictions_say_that_they_are_of_cpus(monkeypatch):
     machine, shape = replace(MACHINES["Summit"], ranks=2), (2, 3, 32, 32)
     with Cluster(2, backend="loopback") as cluster:

@@ -106,6 +106,7 @@ def test_what_cannot_be_split_stays_as_it_was(model: nn.Module, grid: str):
     assert program_of(model, overlapping(grid), 1).steps == program_of(model, tiled(grid), 1).steps
 
 
+@pytest.mark.nightly
 def test_readers_that_read_alike_share_strips_and_others_do_not():
     same = [nn.Conv2d(3, 2, 3, padding=1) for _ in range(2)]
     assert len(halves_of(program_of(Read(*same), overlapping("2x2")))) == 2
@@ -164,7 +165,7 @@ def test_values_that_several_layers_read(grid: str, fused: int):
     assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), overlapping(grid, fused))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -189,6 +190,7 @@ def test_with_other_knobs(knobs: dict[str, Any]):
 # ---- what it costs in memory, and what it hides
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("again", [False, True])
 def test_an_interior_is_completed_in_its_memory_or_begun_again(again: bool):
     """What waits for backward takes no memory beside the outputs', or with `checkpoint_activations` does not wait."""

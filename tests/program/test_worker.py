@@ -198,7 +198,7 @@ def test_peek_shows_weights_inputs_and_the_prediction():
     assert shapes[-1] == (2, 5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_plan
 def test_peek_shows_what_a_segment_hands_on_from_the_moment_it_is_made(plan: Plan):
     steps = programs(plan)[0].steps

@@ -33,6 +33,7 @@ def mpi_results(mpiexec, request: pytest.FixtureRequest) -> dict[str, list[str]]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in HEAVY)) for name in CASES])
 def test_over_mpi(name: str, mpi_results: dict[str, list[str]]) -> None:
     assert mpi_results[name] == []
@@ -98,6 +99,7 @@ for size in (2**34 + 4, 2**36):
 """
 
 
+@pytest.mark.nightly
 def test_a_long_message_is_counted_in_long_words(mpiexec, tmp_path: Path):
     (tmp_path / "sizes.py").write_text(SIZES)
     done = mpiexec(1, tmp_path / "sizes.py")

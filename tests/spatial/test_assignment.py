@@ -136,7 +136,7 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PICKS)
 @trials(3)
 @given(case=images_on_grids(), seed=seeds)

@@ -481,6 +481,7 @@ def test_a_rank_is_told_as_well_that_the_plain_model_cannot_be_trained():
     assert run_ranks(2, work) == ["refused"] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "loss",
     [

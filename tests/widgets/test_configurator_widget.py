@@ -152,6 +152,7 @@ def test_what_does_not_fit_is_called_so():
     assert {group["word"] for group in made.view.loads["groups"]} == {"does not fit"}
 
 
+@pytest.mark.nightly
 def test_the_memory_is_that_of_the_chosen_optimiser():
     made = Configurator(resnet20_v1(), SHAPE, machine="Summit", optimiser=torch.optim.Adam)
     assert made.wait()
@@ -218,6 +219,7 @@ def test_after_a_cell_it_shows_what_has_become_of_the_cluster(run_cell):
     assert made.view.shape["plan"] == shown  # nothing has changed
 
 
+@pytest.mark.nightly
 def test_a_closed_one_ends_with_its_last_name_though_it_was_called_after_each_cell(run_cell):
     made = Configurator(resnet20_v1(), SHAPE)
     assert made.wait()
