@@ -19,13 +19,16 @@ import tifffile
 import torch
 from PIL import Image
 
+import mpi4dl_nb
 from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:engines|mpi4dl_nb|tests)[\w.]*)")
+GROUP = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DIRECTIVE = re.compile(r"^\.\. auto\w+:: (\w+)$", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| [^|]+ \| [^|]+ \| `(-n \d+ [^`]+|published [^`]+)` \|$", re.MULTILINE)
 
@@ -54,11 +57,21 @@ def test_links_and_modules_are_there(path: Path):
         assert importlib.util.find_spec(module.rstrip(".")), module
 
 
-def test_every_notebook_and_page_is_linked():
-    readme = text_of(ROOT / "README.md")
-    linked = set(LINK.findall(readme))
-    assert {f"notebooks/{path.name}" for path in NOTEBOOKS} <= linked
-    assert {str(path.relative_to(ROOT)) for path in PAGES} - {"README.md"} <= linked
+def test_every_notebook_and_page_has_a_place():
+    """README leads to the tutorials and to the index, and the index to each page, in one of its groups."""
+    linked = set(LINK.findall(text_of(ROOT / "README.md")))
+    assert {"docs/index.md", *(f"notebooks/{path.name}" for path in NOTEBOOKS)} <= linked
+    index = ROOT / "docs" / "index.md"
+    lines = "\n".join(GROUP.findall(text_of(index))).splitlines()
+    names = [re.sub(r".*<(.*)>", r"\1", line) for line in lines if line and not line.startswith(":")]
+    places = [ROOT / name[1:] if name.startswith("/") else index.parent / name for name in names]
+    found = [path for place in places for path in sorted(place.parent.glob(f"{place.name}.*"))]
+    assert sorted(path for path in found if path.suffix in (".md", ".ipynb")) == sorted({*PAGES, *NOTEBOOKS} - {index})
+
+
+def test_every_public_name_is_in_the_reference_once():
+    named = [name for path in (ROOT / "docs/reference").glob("*.md") for name in DIRECTIVE.findall(text_of(path))]
+    assert sorted(named) == sorted(mpi4dl_nb.__all__)
 
 
 def test_the_front_door_is_short_and_shows_a_picture():
@@ -73,7 +86,7 @@ def blocks(language: str, *pages: str) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("code", blocks("python", "README.md", "COMMANDS.md"), ids=["ten lines", "asynchrony"])
+@pytest.mark.parametrize("code", blocks("python", "README.md", "docs/commands.md"), ids=["ten lines", "asynchrony"])
 def test_code_runs(code: str, tmp_path, capsys):
     script = tmp_path / "cell.py"
     script.write_text(code + "\nassert figure.alt\n")
@@ -95,10 +108,10 @@ def test_the_answers_to_questions_run():
 
 
 def commands() -> Iterator[str]:
-    """All that README and COMMANDS.md let a reader type, one after another; `make` and `source` are not run here."""
+    """All that README and commands.md let a reader type, one after another; `make` and `source` are not run here."""
     for row in ROW.findall(text_of(ROOT / "README.md")):
         yield f"python -m mpi4dl_nb {row}"
-    for block in blocks("bash", "README.md", "COMMANDS.md"):
+    for block in blocks("bash", "README.md", "docs/commands.md"):
         for line in block.replace("\\\n", " ").splitlines():
             if not line.startswith(("make ", "source ")):
                 yield line.partition("   # ")[0]
