@@ -28,7 +28,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:engines|mpi4dl_nb|tests)[\w.]*)")
 GROUP = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
-DIRECTIVE = re.compile(r"^\.\. auto\w+:: (\w+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. (?:auto\w+|py:data):: (\w+)$", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| [^|]+ \| [^|]+ \| `(-n \d+ [^`]+|published [^`]+)` \|$", re.MULTILINE)
 

@@ -17,7 +17,7 @@ exclude_patterns = [".*", "**/.*", "build", "data", "dist", "engines", "mpi4dl_n
 
 # References: nitpicky, but of Python's names only the public ones have a place here.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!mpi4dl_nb\.).*")]
+nitpick_ignore_regex = [("py:.*", r"(?!mpi4dl_nb\.\w+$).*")]
 
 # Markdown and notebooks
 myst_enable_extensions = ["dollarmath"]

@@ -55,8 +55,8 @@ class PublicRole(SphinxRole):
 
 def make_reference(name: str, shown: nodes.Node, env: BuildEnvironment) -> pending_xref:
     """Return a reference to a public name, shown as `shown`."""
-    reference = pending_xref("", refdomain="py", reftype="obj", reftarget=f"mpi4dl_nb.{name}", refdoc=env.docname)
-    return reference + shown
+    target = f"mpi4dl_nb.{name}"
+    return pending_xref("", shown, refdomain="py", reftype="obj", reftarget=target, refdoc=env.docname)
 
 
 def resolve_type(app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Node) -> nodes.Node | None:
