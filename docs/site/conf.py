@@ -6,7 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+from sphinx.errors import ConfigError
+
 ROOT = Path(__file__).parents[2]
+EXECUTE = os.environ.get("EXECUTE", "on")
+if EXECUTE not in ("on", "off"):
+    raise ConfigError(f"EXECUTE={EXECUTE} is unknown. Use on (run the tutorials) or off (take their stored outputs).")
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
 project = "mpi4dl_nb"
@@ -22,7 +27,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!mpi4dl_nb\.\w+$).*")]
 # Markdown and notebooks
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
-nb_execution_mode = {"on": "force", "off": "off"}[os.environ.get("EXECUTE", "on")]
+nb_execution_mode = {"on": "force", "off": "off"}[EXECUTE]
 nb_execution_timeout = 1200  # of a cell, in seconds: a runner of a free service is slow
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
@@ -34,6 +39,7 @@ nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json
 # Docstrings: their single backticks are code, and a link where they hold a public name.
 default_role = "public"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 70
 python_use_unqualified_type_names = True
 

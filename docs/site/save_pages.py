@@ -29,14 +29,14 @@ from mpi4dl_nb import (
 
 TISSUE = open_image(immunohistochemistry())
 PLAN = Plan(split_size=2, slice_method="2x2")
-STEP_PX, MACHINE = 64, "DGX A100"
-BATCH_SHAPE = (4, 3, 512, 512)  # of the pages on which no rank computes
+STEP_PX = 64  # of the image that ranks compute with
+CROP = crop_picture(TISSUE, *((px - STEP_PX) // 2 for px in TISSUE.shape()), STEP_PX, STEP_PX)
+MACHINE, BATCH_SHAPE = "DGX A100", (4, 3, 512, 512)  # of predictions
 
 
 def train_on_tissue(cluster: Cluster) -> tuple[Training, torch.Tensor, torch.Tensor]:
     """Return a training, and a batch of one image: the middle of the tissue."""
-    top, left = ((px - STEP_PX) // 2 for px in TISSUE.shape())
-    pixels = torch.from_numpy(TISSUE.read(top, left, STEP_PX, STEP_PX)).permute(2, 0, 1)[None] / 255
+    pixels = torch.from_numpy(CROP.read(0, 0, STEP_PX, STEP_PX)).permute(2, 0, 1)[None] / 255
     torch.manual_seed(0)
     return Training(resnet20_v1(num_classes=2), PLAN, cluster, tuple(pixels.shape)), pixels, torch.tensor([1])
 
@@ -83,8 +83,7 @@ def save_workbench(path: Path) -> None:
     with Cluster(PLAN.ranks, backend="loopback") as cluster:
         training, *batch = train_on_tissue(cluster)
         training.step(*batch)
-        top, left = ((px - STEP_PX) // 2 for px in TISSUE.shape())
-        with closing(Workbench(training, crop_picture(TISSUE, top, left, STEP_PX, STEP_PX))) as workbench:
+        with closing(Workbench(training, CROP)) as workbench:
             workbench.save_page(path, title="Image, network, timeline and memory of a step")
 
 
