@@ -52,4 +52,5 @@ html_extra_path = ["root"]
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_copyright = False
+highlight_language = "none"  # of blocks that name none
 pygments_dark_style = "monokai"

@@ -77,7 +77,7 @@ def test_the_start_page_begins_with_a_living_stepper(site: Path, open_window, wi
     assert page.locator("iframe").first.bounding_box()["y"] < 450, "it is on the first screen"
     badge = stepper.locator(".mpi4dl-badge")
     expect(badge).to_contain_text("recorded: 1 of")
-    stepper.get_by_role("button", name="Step").click()
+    stepper.locator(".mpi4dl-stage").press("ArrowRight")
     expect(badge).to_contain_text("recorded: 2 of")
     assert problems == []
 
