@@ -168,7 +168,7 @@ class Slicer(PageWidget):
     >>> slicer.figure.savefig("slicing.png")
     """
 
-    frame_px = 860
+    frame_px = 780
 
     def __init__(
         self,
