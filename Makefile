@@ -5,6 +5,8 @@
 # make test-all    run all cases of all tests, all tutorials, also in a page, and ten random faults
 # make chaos       inject random faults into trainings on five ranks (SEED=0 COUNT=100); check five properties after each
 # make notebooks   run all tutorials from top to bottom, those with widgets also in a page of Chromium
+# make outputs     run all tutorials, or some (ONLY="01 05"), and store their pictures in them
+# make docs        build the site of all pages into build/site; EXECUTE=off takes the stored outputs of the tutorials
 # make wheel       build wheel and sdist, install the wheel into an empty environment and run `verify` there
 # make bench       run all benchmarks and write BENCHMARKS.md: fifteen minutes in which nothing else may run
 # make gpu-check   check correctness, speed and memory on a GPU, with that machine's own Python
@@ -34,7 +36,7 @@ ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
 
-.PHONY: setup demo lab lint test test-all chaos notebooks wheel bench gpu-check clean
+.PHONY: setup demo lab lint test test-all chaos notebooks outputs docs wheel bench gpu-check clean
 
 setup: $(STAMP)
 
@@ -49,7 +51,7 @@ $(BIN)/python:
 PIP := $(BIN)/python -m pip install
 PINS := $(PIP) --no-deps -r constraints.txt
 # Editable install by path (compat); otherwise a script next to a clone named mpi4dl_nb imports that folder.
-OURS := $(PIP) -c constraints.txt --config-settings editable_mode=compat -e '.[lab,wsi,zarr,test]'
+OURS := $(PIP) -c constraints.txt --config-settings editable_mode=compat -e '.[lab,wsi,zarr,test,docs]'
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PINS) || $(PINS)
@@ -91,6 +93,14 @@ chaos: $(STAMP)
 
 notebooks: $(STAMP)
 	$(EVERY) tests/notebook/test_notebooks.py tests/browser/test_tutorials.py
+
+ONLY ?=
+outputs: $(STAMP)
+	$(BIN)/python -m tests.store_outputs $(ONLY)
+
+EXECUTE ?= on
+docs: $(STAMP)
+	EXECUTE=$(EXECUTE) $(BIN)/python docs/site/build.py
 
 wheel: $(STAMP)
 	rm -rf dist build

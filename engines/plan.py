@@ -325,7 +325,7 @@ OPTIONS: Mapping[str, PlanOption] = {knob.name: knob.metadata["option"] for knob
 
 # `help(Plan)` lists each field with its default, its meaning, and how its results differ from the default's.
 _LINES = "\n".join(
-    f"    {knob.name}={knob.default!r}: {option.help}" + (f" ({option.results})" if option.results else "")
+    f"    - `{knob.name}={knob.default!r}`: {option.help}" + (f" ({option.results})" if option.results else "")
     for knob, option in zip(fields(Plan), OPTIONS.values(), strict=True)
 )
 Plan.__doc__ = f"{Plan.__doc__}\n    Fields:\n\n{_LINES}\n    "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from threading import Lock, RLock
 
 from torch import nn
 
+from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph
 from engines.graph.model_state import ModelState
 from engines.graph.trace_cache import Loss, TraceCache
@@ -97,6 +98,12 @@ class PlanCache:
         """Return whether `get_compiled` returns at once. Raises PlanError if the batch cannot be cut as planned."""
         return self.traces.has_graph(plan) and self._make_key(plan) in self._found
 
+    def has_counted(self, plan: Plan, machine: Machine | None) -> bool:
+        """Return whether `predict_costs` returns at once."""
+        with suppress(PlanError):  # the batch cannot be cut as planned
+            return self.has_compiled(plan) and self.get_compiled(plan).is_counted(machine)
+        return False
+
     def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = lambda: True) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
         if known := self._find(plan):  # without waiting for a thread that is at work
@@ -137,6 +144,8 @@ class PlanCache:
 
         Raises TraceError or PlanError if the costs cannot be computed; memory that was computed before is kept.
         """
+        if (known := self._find(plan)) and known.is_counted(machine):  # without waiting for a thread that is at work
+            return known
         with self._working:
             compiled = self.get_compiled(plan, is_asked)
             if compiled is None or compiled.is_counted(machine):

@@ -67,15 +67,16 @@ def _vary_options(plan: Plan) -> Iterator[Plan]:
                     yield replace(plan, **{field.name: value})
 
 
-def make_plan_table(planning: PlanCache, plan: Plan, machine: Machine | None, no_machine: str) -> list[dict[str, Any]]:
-    """Return what a configurator's page shows of each plan near `plan` that fits the model, `plan` first.
+def make_plan_table(
+    planning: PlanCache, plans: Sequence[Plan], machine: Machine | None, no_machine: str, shows_counts: bool
+) -> list[dict[str, Any]]:
+    """Return what a configurator's page shows of each of the plans that fits the model.
 
     These are values of the view by name, with bytes in base64; `values` holds the texts of the plan's options only.
-    `no_machine` says why there are no times.
+    `no_machine` says why there are no times. If `shows_counts`, a line says how many plans are computed.
     """
     rows: list[dict[str, Any]] = []
-    plans = list_near_plans(plan)
-    with show_counts("Computing the plans of the page") as report:
+    with show_counts("Computing the plans of the page", shows_counts) as report:
         for number, near in enumerate(plans):
             with suppress(Mpi4dlError):  # a plan that this model or these images do not allow
                 rows.append(_describe_plan(planning, near, machine, no_machine, number))

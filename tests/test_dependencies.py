@@ -87,7 +87,7 @@ def test_no_package_is_pinned_twice():
 def test_conda_states_the_same_ranges():
     stated = conda()
     assert stated.pop("python") == SpecifierSet(PROJECT["requires-python"])
-    assert stated == DEPENDENCIES | ranges(EXTRAS["lab"])
+    assert stated == DEPENDENCIES | ranges([*EXTRAS["lab"], *EXTRAS["docs"]])
 
 
 def test_there_is_one_mpi_in_the_conda_environment():

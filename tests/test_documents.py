@@ -16,18 +16,20 @@ import nbformat
 import numpy as np
 import pytest
 import tifffile
-import torch
 from PIL import Image
 
+import mpi4dl_nb
 from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:engines|mpi4dl_nb|tests)[\w.]*)")
+GROUP = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DIRECTIVE = re.compile(r"^\.\. (?:auto\w+|py:data):: (\w+)$", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| [^|]+ \| [^|]+ \| `(-n \d+ [^`]+|published [^`]+)` \|$", re.MULTILINE)
+PICTURE = re.compile(r"!\[([^\]]{40,})\]\((figures/[^)]+)\)")
 
 # What would take hours here, made small.
 SMALLER = {
@@ -54,17 +56,30 @@ def test_links_and_modules_are_there(path: Path):
         assert importlib.util.find_spec(module.rstrip(".")), module
 
 
-def test_every_notebook_and_page_is_linked():
-    readme = text_of(ROOT / "README.md")
-    linked = set(LINK.findall(readme))
-    assert {f"notebooks/{path.name}" for path in NOTEBOOKS} <= linked
-    assert {str(path.relative_to(ROOT)) for path in PAGES} - {"README.md"} <= linked
+def test_every_notebook_and_page_has_a_place():
+    """README leads to the tutorials and to the index, and the index to each page, in one of its groups."""
+    linked = set(LINK.findall(text_of(ROOT / "README.md")))
+    assert {"docs/index.md", *(f"notebooks/{path.name}" for path in NOTEBOOKS)} <= linked
+    index = ROOT / "docs" / "index.md"
+    lines = "\n".join(GROUP.findall(text_of(index))).splitlines()
+    names = [re.sub(r".*<(.*)>", r"\1", line) for line in lines if line and not line.startswith(":")]
+    places = [ROOT / name[1:] if name.startswith("/") else index.parent / name for name in names]
+    found = [path for place in places for path in sorted(place.parent.glob(f"{place.name}.*"))]
+    assert sorted(path for path in found if path.suffix in (".md", ".ipynb")) == sorted({*PAGES, *NOTEBOOKS} - {index})
+
+
+def test_every_public_name_is_in_the_reference_once():
+    named = [name for path in (ROOT / "docs/reference").glob("*.md") for name in DIRECTIVE.findall(text_of(path))]
+    assert sorted(named) == sorted(mpi4dl_nb.__all__)
 
 
 def test_the_front_door_is_short_and_shows_a_picture():
     readme = text_of(ROOT / "README.md")
-    assert len(readme.splitlines()) < 150
-    assert re.search(r"!\[.{40,}\]\(figures/", readme)
+    lines = readme.splitlines()
+    assert len(lines) <= 110
+    assert max(map(len, lines)) <= 120
+    picture = PICTURE.search("\n".join(lines[:20]))
+    assert (ROOT / picture[2]).stat().st_size < 1_500_000
 
 
 def blocks(language: str, *pages: str) -> list[str]:
@@ -73,7 +88,7 @@ def blocks(language: str, *pages: str) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("code", blocks("python", "README.md", "COMMANDS.md"), ids=["ten lines", "asynchrony"])
+@pytest.mark.parametrize("code", blocks("python", "README.md", "docs/commands.md"), ids=["ten lines", "asynchrony"])
 def test_code_runs(code: str, tmp_path, capsys):
     script = tmp_path / "cell.py"
     script.write_text(code + "\nassert figure.alt\n")
@@ -82,23 +97,18 @@ def test_code_runs(code: str, tmp_path, capsys):
     assert "False" not in done.stdout
 
 
-def test_the_answers_to_questions_run():
-    """The page's code, and a training on several labels per image as it says."""
-    rescaled, ask = blocks("python", "docs/questions.md")
+def test_the_model_that_rescales_its_images_is_trained():
+    (rescaled,) = blocks("python", "docs/questions.md")
     names: dict[str, Any] = {"__name__": "questions"}
     exec(compile(rescaled, "docs/questions.md", "exec"), names)
     model, plan = names["Rescaled"](resnet20_v1()), Plan(split_size=1, num_spatial_parts=4)
-    with Cluster(plan.ranks, backend="loopback") as names["cluster"]:
-        exec(compile(ask, "docs/questions.md", "exec"), names)
-        loss, labels = torch.nn.BCEWithLogitsLoss(), torch.zeros(2, 10)
-        assert Training(model, plan, names["cluster"], (2, 3, 32, 32), loss=loss, labels=labels).verify()["ok"]
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        assert Training(model, plan, cluster, (2, 3, 32, 32)).verify()["ok"]
 
 
 def commands() -> Iterator[str]:
-    """All that README and COMMANDS.md let a reader type, one after another; `make` and `source` are not run here."""
-    for row in ROW.findall(text_of(ROOT / "README.md")):
-        yield f"python -m mpi4dl_nb {row}"
-    for block in blocks("bash", "README.md", "COMMANDS.md"):
+    """All that the pages of commands let a reader type, one after another; `make` and `source` are not run here."""
+    for block in blocks("bash", "README.md", "docs/checks.md", "docs/commands.md"):
         for line in block.replace("\\\n", " ").splitlines():
             if not line.startswith(("make ", "source ")):
                 yield line.partition("   # ")[0]

@@ -1,4 +1,4 @@
-"""README's table of MPI4DL's commands: each row asks for the ranks that it names, and runs with a small model."""
+"""The table of MPI4DL's commands: each row asks for the ranks that it names, and runs with a small model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
 from engines.train.training import RankTraining
 from engines.train.training_events import StepResult
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "from-mpi4dl.md"
 ROW = re.compile(
     r"^\| `benchmark_(\w+)\.py (--[^`]+)` \| `-n (\d+)`, `(train|bench halo) ?(--[^`]+)?`, the same flags", re.MULTILINE
 )
-ROWS = ROW.findall(README.read_text())
+ROWS = ROW.findall(PAGE.read_text(encoding="utf-8"))
 TRAININGS = [(name, f"{flags} {more}", int(ranks)) for name, flags, ranks, command, more in ROWS if command == "train"]
 SMALL = {"resnet": "--num-layers 20", "amoebanet": "--num-layers 6 --num-filters 16"}
 

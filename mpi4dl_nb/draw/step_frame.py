@@ -255,6 +255,19 @@ class StepRecord:
         self.dropped += len(gone)
         return gone
 
+    def shorten(self, most_bytes: int) -> StepRecord:
+        """Return a record of the same step within `most_bytes`.
+
+        >>> record = StepRecord(frames=[StepFrame({"step": "a", "number": number}, bytes(10)) for number in range(5)])
+        >>> shorter = record.shorten(40)
+        >>> [frame.number for frame in shorter.frames], shorter.dropped
+        ([0, 2, 3, 4], 1)
+        """
+        shorter = StepRecord(most_bytes, dropped=self.dropped)
+        for frame in self.frames:
+            shorter.add(frame)
+        return shorter
+
     @property
     def note(self) -> str:
         """What is missing in the record, in words; empty if nothing is."""

@@ -40,8 +40,14 @@ async function showPart(section, makers, reason) {
   }
 }
 
+/** Resolve once the page has a size. In a notebook's frame it has none while the widget is live beside it. */
+async function awaitSize() {
+  if (!innerWidth) await new Promise((resolve) => addEventListener("resize", resolve, { once: true }));
+}
+
 /** Show all parts of the page. `makers` are functions that return the module of a view, by its number. */
 async function showPage(makers, reason) {
+  await awaitSize();
   const dark = matchMedia(DARK_SCHEME);
   const follow = () => document.body.setAttribute("data-jp-theme-light", String(!dark.matches));
   follow();

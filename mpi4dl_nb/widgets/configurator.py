@@ -25,7 +25,7 @@ from engines.train.optimisers import Optimiser
 from engines.train.recipe import sgd
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.figure import Drawing, format_count
 from mpi4dl_nb.draw.plan_picture import (
     MOST_BLOCKS,
     PlanShape,
@@ -36,7 +36,7 @@ from mpi4dl_nb.draw.plan_picture import (
 )
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
-from mpi4dl_nb.plan_table import make_plan_table
+from mpi4dl_nb.plan_table import list_near_plans, make_plan_table
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.plan_view import BATCH, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
 from mpi4dl_nb.widgets.saved_page import NO_KERNEL
@@ -70,6 +70,8 @@ class Configurator(StillFigure, ipywidgets.VBox):
     >>> configurator.plan.ranks
     6
     """
+
+    frame_px = 720
 
     def __init__(
         self,
@@ -145,13 +147,25 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
         plan = self.plan
-        machine = self._resolve_machine()
-        table = make_plan_table(self.planning, plan, machine, NO_MACHINE)
+        return self._save_plans(plan, list_near_plans(plan), shows_counts=True)
+
+    def _make_framed_part(self) -> SavedPart:
+        """Return the plans near this one that are computed by now: a cell that shows the widget waits for no others."""
+        machine, compiled = self._resolve_machine(), self._found
+        if compiled is None or not compiled.is_counted(machine):
+            raise PlanError("The costs of this plan are still being counted.")
+        plan = compiled.plan
+        near = [other for other in list_near_plans(plan) if self.planning.has_counted(other, machine)]
+        return self._save_plans(plan, list(dict.fromkeys([plan, *near])), shows_counts=False)
+
+    def _save_plans(self, plan: Plan, plans: Sequence[Plan], shows_counts: bool) -> SavedPart:
+        table = make_plan_table(self.planning, plans, self._resolve_machine(), NO_MACHINE, shows_counts)
         saved = self.view.save_view()
         start = self.view.start | {"disabled": True, "reason": NO_KERNEL, "trouble": "", "place": "", "note": ""}
         view = replace(saved, values=saved.values | {"start": start, "status": {}, "errors": {}})
         remark = (
-            f"The page has the {len(table)} plans nearest to {plan.summary}. Controls that lead to no other are grey."
+            f"The page has {format_count(len(table), 'plan')}: {plan.summary}, and those near it. "
+            "Controls that lead to no other are grey."
         )
         return SavedPart([view], remarks=[remark], links={"plans": table})
 
@@ -280,8 +294,14 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self._gauges = {"plan": shown[0], "now": self._gauges["now"], "before": self._gauges["now"]}
         self.view.show_shape(*shown)
         self._show_costs(machine, "", is_counted)
-        if not is_counted:
+        if is_counted:
+            self._counting.submit(self._save_counted)
+        else:
             self._counting.submit(lambda is_asked: self._count(planning, plan, machine, is_asked))
+
+    def _save_counted(self, is_asked: IsAsked) -> None:
+        if self._counting.pause(COUNT_AFTER_S, is_asked):
+            self.update_snapshot()
 
     def _count(self, planning: PlanCache, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
         """Show the memory and the time of each rank, or the reason why they cannot be counted."""

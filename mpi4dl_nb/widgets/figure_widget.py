@@ -20,6 +20,7 @@ from engines.errors import Mpi4dlError, PlanError
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.page_modules import read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView
+from mpi4dl_nb.widgets.saved_frame import FRAME_PICTURE_BYTES, make_frame
 from mpi4dl_nb.widgets.saved_page import PICTURE_BYTES, save_page
 from mpi4dl_nb.widgets.saved_view import SavedPart
 
@@ -151,13 +152,26 @@ class FigureView(PageView):
 STILL = "mpi4dl-still"  # class name, also in page.css
 NOT_SAVED = "The picture is not saved in files: run the cell that made it to see it."
 
+# A reopened notebook without a kernel has one line of text in place of the widget: that no model was found. Its still
+# figure stands below. The output of a live widget has elements, and stays.
+_HIDE_LINE = (
+    f"<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child .{STILL}) > .jp-OutputArea-output:not(:has(*)) "
+    "{ display: none }</style>"
+)
+
 
 class StillFigure:
-    """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot."""
+    """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot.
+
+    The snapshot is the figure, and over it the widget's page of `save_page` in a frame, if `frame_px` is not 0, the
+    widget is complete, and the frame is small enough.
+    """
 
     _still: DisplayHandle | None = None
     save_picture = True
     """Whether files that are saved contain the figure."""
+    frame_px = 0
+    """Height of the living page that a saved notebook shows in place of the figure; 0 leaves it out."""
 
     @property
     def figure(self) -> Drawing | None:
@@ -167,7 +181,7 @@ class StillFigure:
     def update_snapshot(self, kept: bool = False) -> None:
         """Replace the static figure in the page's file by the current one; if `kept`, live pages show it as well."""
         if self._still is not None:
-            self._still.update(HTML(self._saved_html if kept else self._snapshot_html))
+            self._still.update(HTML(self._living_html if kept else self._snapshot_html))
 
     def save_page(
         self, path: str | PathLike[str], *, title: str = "", text: str = "", picture_bytes: int = PICTURE_BYTES
@@ -187,6 +201,10 @@ class StillFigure:
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
         raise NotImplementedError
 
+    def _make_framed_part(self) -> SavedPart:
+        """Return what a saved notebook contains of the widget. Raises PlanError if it is not complete yet."""
+        return self._make_saved_part(FRAME_PICTURE_BYTES)
+
     def close(self) -> None:
         """Close the widget with all its parts: one that stays open would keep the widget, and a cluster, in memory."""
         for part in _find_parts(self):
@@ -201,11 +219,23 @@ class StillFigure:
         return self.figure._repr_html_() if self.figure else ""
 
     @property
+    def _living_html(self) -> str:
+        """The figure with the living page over it, if there is one."""
+        still = self._saved_html
+        if not (self.frame_px and self.save_picture) or self.comm is None:
+            return still
+        try:
+            part = self._make_framed_part()
+        except Exception:  # a step that is not finished; and a slide that the caller has opened may raise anything
+            return still
+        return make_frame(part, type(self).__name__, still, self.frame_px)
+
+    @property
     def _snapshot_html(self) -> str:
-        return f'<div class="{STILL}">{self._saved_html}</div>'
+        return f'{_HIDE_LINE}<div class="{STILL}">{self._living_html}</div>'
 
     def _ipython_display_(self) -> None:
-        """Display two outputs: a widget, and a static figure that page.css hides where the widget is live.
+        """Display two outputs: a widget, and its snapshot that page.css hides where the widget is live.
 
         A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
         A closed widget displays its figure only.

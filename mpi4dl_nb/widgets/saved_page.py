@@ -7,6 +7,7 @@ import gzip
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,19 +32,21 @@ _PAGE = """<!doctype html>
 <style>
 {style}
 </style>
-<body>
-<header>
-<h1>{title}</h1>
-{text}
-</header>
+<body class="{look}">
 {parts}
-<footer>Made with mpi4dl_nb. The page is complete in itself: it asks nothing of a network.</footer>
 <script type="module">
 {script}
 </script>
 </body>
 </html>
 """
+
+
+_HEADER = """<header>
+<h1>{title}</h1>
+{text}
+</header>"""
+_FOOTER = "<footer>Made with mpi4dl_nb. The page is complete in itself: it asks nothing of a network.</footer>"
 
 
 class Saveable(Protocol):
@@ -82,17 +85,11 @@ def save_page(
     shown = parts if isinstance(parts, Sequence) else [parts]
     if not shown:
         raise PlanError("A page needs at least one widget or figure. Give one, such as save_page(slicer, 'halo.html').")
-    saved = [(_save_part(part, picture_bytes), _make_still(part)) for part in shown]
-    codes = list(dict.fromkeys(view.code for part, _ in saved for view in part.views))
+    saved = [_save_part(part, picture_bytes) for part in shown]
     title = title or "Spatial parallelism, step by step"
-    page = _PAGE.format(
-        policy=_POLICY,
-        title=escape(title),
-        style="\n".join(_list_styles([view for part, _ in saved for view in part.views])),
-        text="\n".join(f"<p>{escape(paragraph)}</p>" for paragraph in text.split("\n\n") if paragraph.strip()),
-        parts="\n".join(_format_part(part, still, codes) for part, still in saved),
-        script=_make_script(codes),
-    )
+    paragraphs = "\n".join(f"<p>{escape(paragraph)}</p>" for paragraph in text.split("\n\n") if paragraph.strip())
+    header = _HEADER.format(title=escape(title), text=paragraphs)
+    page = make_page(saved, title, stills=[_make_still(part) for part in shown], header=header, footer=_FOOTER)
     path = make_absolute(path)
     try:
         path.write_text(page, encoding="utf-8")
@@ -102,6 +99,29 @@ def save_page(
             "which you may write."
         ) from error
     return path
+
+
+def make_page(
+    parts: Sequence[SavedPart],
+    title: str,
+    *,
+    stills: Sequence[str] = (),
+    header: str = "",
+    footer: str = "",
+    look: str = "",
+) -> str:
+    """Return an HTML document with the parts, each after its HTML in `stills`. `look` is the class of its body."""
+    views = [view for part in parts for view in part.views]
+    codes = list(dict.fromkeys(view.code for view in views))
+    sections = [_format_part(part, still, codes) for part, still in zip_longest(parts, stills, fillvalue="")]
+    return _PAGE.format(
+        policy=_POLICY,
+        title=escape(title),
+        style="\n".join(_list_styles(views)),
+        look=look,
+        parts="\n".join([header, *sections, footer]),
+        script=_make_script(codes),
+    )
 
 
 def _save_part(part: Any, picture_bytes: int) -> SavedPart:

@@ -95,6 +95,7 @@ class SlicerView(PageView):
     def __init__(self, picture: Picture, preview: bytes, overlay: bytes, is_saved: bool) -> None:
         super().__init__(**({"preview": preview, "overlay": overlay} if is_saved else {}))
         self.picture, self._pictures = picture, [preview, overlay]
+        self._pyramid: tuple[int, dict[tuple[int, int, int], bytes]] = 0, {}
 
     @property
     def rules(self) -> PageRules:
@@ -124,7 +125,9 @@ class SlicerView(PageView):
         saved = self.save_view()
         if not self.facts["picture"]["saved"]:
             return saved
-        tiles = encode_pyramid(self.picture, most_bytes)
+        if self._pyramid[0] != most_bytes:
+            self._pyramid = most_bytes, encode_pyramid(self.picture, most_bytes)
+        tiles = self._pyramid[1]
         if not tiles:
             raise PlanError(
                 f"The image does not fit into picture_bytes={most_bytes:,}: its coarsest level takes more. Give "
@@ -164,6 +167,8 @@ class Slicer(PageWidget):
     >>> slicer.layer.value = 3
     >>> slicer.figure.savefig("slicing.png")
     """
+
+    frame_px = 780
 
     def __init__(
         self,

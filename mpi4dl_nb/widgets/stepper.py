@@ -28,6 +28,7 @@ from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.saved_frame import FRAME_RECORD_BYTES
 from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
 
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
@@ -109,12 +110,11 @@ class StepScene(PageView):
         frames = self.list_frames()
         self.send({"history": [frame.meta for frame in frames]}, [frame.values for frame in frames])
 
-    def save_view(self) -> SavedView:
-        """Return the record of the step, from its first frame on; what needs the ranks is not offered."""
-        frames = self.list_frames()
+    def save_record(self, frames: Sequence[StepFrame]) -> SavedView:
+        """Return the view with these frames of a step, from the first one on; what needs the ranks is not offered."""
         first = {"meta": frames[0].meta, "values": frames[0].values, "alt": frames[0].meta["title"], "focus": 0}
         history = {"history": [frame.meta for frame in frames]}, [frame.values for frame in frames]
-        saved = super().save_view()
+        saved = self.save_view()
         answers = {"history": {make_key(True): history}, "rest": {make_key(True): ({}, ())}}
         return replace(saved, values=saved.values | first | {"accepts": [], "tip": RECORD_TIP}, answers=answers)
 
@@ -148,6 +148,7 @@ class Stepper(PageWidget):
     ...     stepper.close()
     """
 
+    frame_px = 960
     stepping: StepDebugger | None = None  # until the batch is accepted
 
     def __init__(self, training: Training, images: Any, labels: Any, *, save_picture: bool = True) -> None:
@@ -205,6 +206,12 @@ class Stepper(PageWidget):
         self.refresh()
 
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
+        return self._save_record(self.record)
+
+    def _make_framed_part(self) -> SavedPart:
+        return self._save_record(self.record.shorten(FRAME_RECORD_BYTES))
+
+    def _save_record(self, record: StepRecord) -> SavedPart:
         if not self.save_picture:
             raise PlanError(
                 "A Stepper(save_picture=False) shows values of its images, which no file may contain. Save the page of "
@@ -215,7 +222,7 @@ class Stepper(PageWidget):
                 f"The step has {describe_progress(self.stepping)}, and a page can run no others. Finish it first: "
                 "stepper.record_step() runs it instruction by instruction, and the page shows each of them."
             )
-        return SavedPart([self.view.save_view()], remarks=[note] if (note := self.record.note) else [])
+        return SavedPart([self.view.save_record(record.frames)], remarks=[note] if (note := record.note) else [])
 
     @property
     def figure(self) -> Drawing | None:
@@ -280,6 +287,8 @@ class Stepper(PageWidget):
         frame = pack_frame(view, self.stepping.number)
         dropped = self.record.add(frame)
         self.view.show(frame, dropped, self.record.note, describe_step(view, self.message.value), self.message.value)
+        if self.stepping.event.done:
+            self._rest()  # also where no page says that it rests, as in a notebook that runs without one
 
     def _show_focus(self) -> None:
         """Show the values of the chosen message, on the page and in the figure."""
@@ -294,7 +303,7 @@ class Stepper(PageWidget):
 
     def _rest(self) -> None:
         """Draw the figure of the saved page, now that nobody waits for the ranks."""
-        if self._kept is not self.figure:
+        if self._still is not None and self._kept is not self.figure:
             self._kept = self.figure
             self.update_snapshot()
 

@@ -40,6 +40,7 @@ class TimelineView(StillFigure, PageView):
     True
     """
 
+    frame_px = 480
     _esm = join_modules("timeline.js")
     _css = read_style("timeline.css")
     words = traitlets.Dict().tag(sync=True)

@@ -106,6 +106,8 @@ class Tuner(PageWidget):
     2
     """
 
+    frame_px = 560
+
     def __init__(
         self,
         model: nn.Module,

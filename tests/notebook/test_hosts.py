@@ -36,8 +36,9 @@ def shared(n: int, *hosts: str) -> list[list[int]]:
     return [list(share.ranks) for share in Hosts(read_hosts(hosts)).assign_ranks(n)]
 
 
-def test_how_torch_shall_compute_is_known_on_every_host():
+def test_how_torch_shall_compute_is_known_on_every_host_and_so_is_the_mpi_of_mpi4py():
     asked = {"NVIDIA_TF32_OVERRIDE": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "MPI4DL_NB_NCCL": "0"}
+    asked["MPI4PY_LIBMPI"] = "/opt/mpi/lib/libmpi.so"
     assert select_environment({**asked, "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}) == asked
 
 
