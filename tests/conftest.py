@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
 
 # pytest finds fixtures and hooks here by their names.
 from tests.browser.pages import chromium, lab, notebook  # noqa: F401
@@ -15,6 +16,9 @@ from tests.checkpoint.stored import recipe, stored  # noqa: F401
 from tests.images.saved_files import files  # noqa: F401
 from tests.mpi import mpi_command, mpi_environment, run_launcher
 from tests.sampling import pytest_collection_modifyitems  # noqa: F401
+
+settings.register_profile("without time limits", deadline=None)  # a busy machine is no fault
+settings.load_profile("without time limits")
 
 
 @pytest.fixture(scope="session")

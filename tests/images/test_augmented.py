@@ -17,7 +17,7 @@ from engines.spatial.tiles import Grid, Tile
 SIDES = st.integers(1, 40)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.tuples(SIDES, SIDES), st.sets(st.sampled_from(KINDS)), st.booleans(), st.integers(-(2**63), 2**64), st.data())
 def test_parts_of_any_grid_make_the_whole(source: tuple[int, int], kinds: set[str], crops: bool, draw: int, data):
     size = tuple(data.draw(st.integers(1, side)) for side in source) if crops else None

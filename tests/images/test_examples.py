@@ -43,7 +43,7 @@ def _bounds(span: Span, size: int) -> tuple[int, int]:
 
 
 @pytest.mark.sampled(3)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)
 @pytest.mark.parametrize("fit", ["scale", "crop", "own size"])

@@ -29,7 +29,7 @@ class Spied:
         return self.pixels[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(SIZES, SIZES, st.data())
 def test_parts_are_those_of_the_whole_to_the_bit(source: tuple[int, int], target: tuple[int, int], data):
     picture, whole = Spied(source), Tile.whole(*target)
@@ -40,7 +40,7 @@ def test_parts_are_those_of_the_whole_to_the_bit(source: tuple[int, int], target
         assert np.array_equal(resize_tile(picture, source, target, tile), expected[tile.to_slices(whole)])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(SIZES, SIZES)
 def test_the_rule_is_pillows_columns_before_rows(source: tuple[int, int], target: tuple[int, int]):
     picture = Spied(source)

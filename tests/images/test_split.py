@@ -15,7 +15,7 @@ IMAGES = st.lists(st.tuples(st.sampled_from("abcdefghijkl"), st.integers(0, 2)),
 
 
 @pytest.mark.nightly
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(IMAGES, st.floats(0.01, 0.99), st.integers(0, 9), st.randoms())
 def test_no_slide_is_on_both_sides_and_the_order_does_not_matter(images, share: float, seed: int, random):
     slides, labels = [slide for slide, _ in images], [label for _, label in images]

@@ -309,7 +309,7 @@ CHANGES = st.lists(
 
 
 @pytest.mark.nightly
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES, st.sampled_from(["utf-8", "utf-16", "latin-1"]), st.booleans())
 def test_a_spoiled_table_is_read_or_refused(folder: Path, changes, encoding: str, insert: bool):
     text = list(SOUND)

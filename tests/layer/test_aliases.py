@@ -264,7 +264,7 @@ STEPS: dict[str, Forward] = {
 
 @pytest.mark.nightly
 @given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9)), min_size=3, max_size=8))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 def test_any_order_of_looks_and_writes_is_right_or_refused(program: list[tuple[str, int]]):
     def forward(x: Tensor) -> Tensor:
         values = [x * 2]

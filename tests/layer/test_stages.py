@@ -182,7 +182,7 @@ def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[in
 
 
 @pytest.mark.nightly
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     widths=st.lists(st.integers(1, 9), min_size=3, max_size=9),
     stages=st.integers(1, 4),

@@ -263,7 +263,7 @@ def test_a_loss_module_keeps_its_name():
 
 
 @pytest.mark.nightly
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kernel=st.tuples(*[st.integers(1, 3)] * 2),
     groups=st.integers(1, 3),

@@ -19,7 +19,7 @@ def drawn(count: int) -> list[list[str]]:
     found: list[list[str]] = []
 
     @seed(SEED)
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
     @given(flags=plans(most_ranks=RANKS))
     def collect(flags: list[str]) -> None:
         found.append(flags)

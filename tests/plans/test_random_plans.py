@@ -40,7 +40,7 @@ CHECKS = list(HealthCheck)
 
 
 @seed(SEED)
-@settings(max_examples=4, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=4, suppress_health_check=CHECKS)
 @given(flags=plans(most_ranks=8))
 def test_some_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
     check_exact(flags)
@@ -48,7 +48,7 @@ def test_some_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
 
 @pytest.mark.nightly
 @seed(SEED)
-@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=100, suppress_health_check=CHECKS)
 @given(flags=plans(most_ranks=16))
 def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
     check_exact(flags)

@@ -168,7 +168,7 @@ def compiled():
 
 
 @pytest.mark.nightly
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     which=st.integers(0, len(PLANS) - 1),
     bandwidth=st.floats(1e5, 1e10), latency=st.floats(0, 1e-2), times=st.floats(1, 100),

@@ -20,9 +20,7 @@ seeds = st.integers(0, 2**16)
 
 def trials(count: int) -> settings:
     """So many random cases; in `make test` a quarter of them."""
-    return settings(
-        max_examples=count if EVERYTHING else max(5, count // 4), deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    return settings(max_examples=count if EVERYTHING else max(5, count // 4), suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def run_case(world: LoopbackWorld, case: Case, wholes: dict[str, Tensor]) -> tup
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_ranks_compute_the_whole_to_the_bit(axes: Axes):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(case=cases(axes))
     def check(case: Case) -> None:
         with one_process(case) as (x, y):

@@ -138,7 +138,7 @@ def reachable(draw: st.DrawFn) -> Case:
     return size_px, owned, {rank: tile for rank, tile in wanted.items() if tile & Tile.whole(*size_px)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=reachable())
 def test_the_way_back_is_the_adjoint(case: Case):
     """<Fx, y> = <x, F*y> over all ranks, exactly: these are whole numbers."""
@@ -150,7 +150,7 @@ def test_the_way_back_is_the_adjoint(case: Case):
     assert forward == backward
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=reachable(), fill=st.sampled_from([0.0, -7.0, float("-inf")]), far=st.booleans())
 def test_a_window_holds_the_whole_images_pixels_and_the_fill(case: Case, fill: float, far: bool):
     (height_px, width_px), owned, wanted = case
