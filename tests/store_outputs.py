@@ -25,8 +25,8 @@ PICTURES_OF = "pictures_of"
 """The entry in a notebook's metadata with the hash of the code that has drawn its pictures."""
 MOST_BYTES = 300_000
 """Of a notebook's file with its pictures."""
-FORMS = ((1100, 80), (1000, 70), (900, 60), (800, 50), (700, 40), (600, 30))
-"""Largest width in pixels, and quality: the first at which the notebook is small enough is used."""
+FORMS = ((256, 1100, 80), (64, 1000, 70), (32, 900, 60), (16, 800, 50), (16, 700, 40), (8, 600, 30))
+"""Colours of a chart; largest width in pixels, and quality, of an image. The first that is small enough is used."""
 CELL_S = 900
 IMAGE = re.compile(r'<img alt="(?P<alt>[^"]*)"[^>]* src="data:image/png;base64,(?P<data>[^"]*)"')
 
@@ -51,14 +51,18 @@ def find_pictures(outputs: Sequence[NotebookNode]) -> list[Picture]:
     return [(match["alt"], Image.open(BytesIO(base64.b64decode(match["data"])))) for match in images]
 
 
-def compress(image: Image.Image, width_px: int, quality: int) -> bytes:
-    """Return the image as WebP, at most so wide. Charts are smaller without loss, and sharper."""
-    image = image.convert("RGB")
+def compress(image: Image.Image, colours: int, width_px: int, quality: int) -> bytes:
+    """Return the smaller one of two WebP files: in its own size with few colours, or at most so wide with losses.
+
+    The first one is that of charts, whose letters and lines stay sharp: scaled, they would have more colours, and be
+    larger. The second one is that of images of tissue.
+    """
+    chart, image = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE), image.convert("RGB")
     if image.width > width_px:
         image = image.resize((width_px, image.height * width_px // image.width), Image.Resampling.LANCZOS)
     files = BytesIO(), BytesIO()
-    image.save(files[0], "WEBP", quality=quality, method=6)
-    image.save(files[1], "WEBP", lossless=True, method=6)
+    chart.convert("RGB").save(files[0], "WEBP", lossless=True)
+    image.save(files[1], "WEBP", quality=quality)
     return min((file.getvalue() for file in files), key=len)
 
 
@@ -71,9 +75,9 @@ def fit_pictures(book: NotebookNode, pictures: Sequence[Sequence[Picture]]) -> N
 
     Raises ValueError if none is small enough.
     """
-    for width_px, quality in FORMS:
+    for form in FORMS:
         for cell, drawn in zip(list_code_cells(book), pictures, strict=True):
-            htmls = [format_picture(alt, compress(image, width_px, quality)) for alt, image in drawn]
+            htmls = [format_picture(alt, compress(image, *form)) for alt, image in drawn]
             cell.outputs = [nbformat.v4.new_output("display_data", {"text/html": html}) for html in htmls]
         if len(nbformat.writes(book).encode()) < MOST_BYTES:
             return book

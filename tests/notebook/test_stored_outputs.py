@@ -68,7 +68,7 @@ def test_a_notebook_gets_the_pictures_of_its_cells(tmp_path: Path):
     html = output.data["text/html"]
     assert "jane" not in html
     assert html.startswith('<img alt="A &lt;line&gt; that rises." src="data:image/webp;base64,')
-    assert Image.open(BytesIO(base64.b64decode(html.split("base64,")[1][:-2]))).size == (1100, 157)
+    assert Image.open(BytesIO(base64.b64decode(html.split("base64,")[1][:-2]))).size == (1400, 200)
     assert stored.metadata[PICTURES_OF] == hash_code(stored)
     stored.cells[0].source += " "
     assert stored.metadata[PICTURES_OF] != hash_code(stored)
