@@ -23,7 +23,7 @@ import psutil
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 CHOICE = re.compile(r'(BACKEND = |backend=)"auto"')
-BETWEEN_S = 0.25
+BETWEEN_S = 0.5
 
 
 def copy_tutorial(path: Path, folder: Path, backend: str) -> Path:
