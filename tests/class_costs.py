@@ -56,17 +56,8 @@ def run_tutorial(path: Path, backend: str) -> dict[str, object]:
     peaks, started_s = (0, 0), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         copied, errors = copy_tutorial(path, Path(folder), backend), Path(folder, "errors.txt")
-        command = [
-            sys.executable,
-            "-m",
-            "nbconvert",
-            "--to",
-            "notebook",
-            "--execute",
-            "--inplace",
-            PATIENCE,
-            str(copied),
-        ]
+        convert = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", PATIENCE]
+        command = [*convert, str(copied)]
         with errors.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=sink) as running:
             while running.poll() is None:
                 with suppress(psutil.Error):
