@@ -2,7 +2,7 @@
 
 Tutorials run one after another, as `jupyter nbconvert` runs them, on ranks of a chosen backend. `memory_mb` is the
 largest sum over the kernel and all its processes, with pages that they share counted once; in `rss_mb` such pages count
-in each process. Linux only. docs/how-to/teach-a-class.md has these numbers.
+in each process. Linux only. docs/how-to/teach-a-class.md has some of these numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import psutil
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 CHOICE = re.compile(r'(BACKEND = |backend=)"auto"')
-BETWEEN_S = 0.25
+BETWEEN_S = 0.5
+PATIENCE = "--ExecutePreprocessor.startup_timeout=600"  # of a kernel on a busy machine; the default is 60 s
 
 
 def copy_tutorial(path: Path, folder: Path, backend: str) -> Path:
@@ -55,7 +56,8 @@ def run_tutorial(path: Path, backend: str) -> dict[str, object]:
     peaks, started_s = (0, 0), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         copied, errors = copy_tutorial(path, Path(folder), backend), Path(folder, "errors.txt")
-        command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", str(copied)]
+        convert = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", PATIENCE]
+        command = [*convert, str(copied)]
         with errors.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=sink) as running:
             while running.poll() is None:
                 with suppress(psutil.Error):
