@@ -151,5 +151,5 @@ def test_a_live_notebook_shows_each_widget_once_and_a_reopened_one_its_page(note
     line = page.get_by_text("Error displaying widget")
     expect(line).to_have_count(1, timeout=START_S * 1000)
     expect(line).to_be_hidden()
-    # JupyterLab tells the console of each model that there is none, and of what it asked a kernel that has ended.
+    # JupyterLab tells the console, too, that there is no such model.
     notebook.errors.clear()
