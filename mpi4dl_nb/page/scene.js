@@ -14,7 +14,8 @@ const ARROW_STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], 
  * A canvas in `host` that shows a scene of `size` [width, height].
  *
  * `owner` has paint(context, scene), describe(x, y) -> lines for the tooltip, pick(x, y), press(key) -> whether it is
- * handled, getPixel() -> [width, height] of a step of the cursor in the scene, and settle() after the view has moved.
+ * handled, getPixel() -> [width, height] of a step of the cursor in the scene, leave() when nothing is looked at any more,
+ * and settle() after the view has moved.
  */
 export class Scene {
   constructor(host, size, label, owner) {
@@ -167,6 +168,7 @@ export class Scene {
   handleLeave(event) {
     if (this.pointers.size) return;
     if (event.type === "pointerleave" && document.activeElement === this.canvas && this.isByKeys) return;
+    if (this.cursor) this.owner.leave();
     this.cursor = null;
     this.isByKeys = false;
     this.tooltip.hide();

@@ -48,24 +48,19 @@ from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import NOT_SAVED, PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
 
 MIN_PICTURE_BYTES = 400_000
 """Enough for the coarsest level of any picture, exact pixels included."""
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
-HELP = (
-    "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
-    "Keys on the picture: + - 0 zoom, arrows move from pixel to pixel, t and T choose a tile, [ and ] a layer, "
-    "h the halo from close by, c the cumulative halo, f receptive fields, o a predicted map."
-)
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 SEEN = ["place", "picked", "layer", "tile", "reading", "fields", "facts"]
 """What the figure of a slicer depends on: traits of its view."""
 COMPILING = "Compiling the ranks' programs ..."
 
 
-class SlicerView(PageView):
+class SlicerView(BoundedView):
     """The part of a slicer that the page draws. It has all numbers of all layers; only tissue is fetched, by tile.
 
     `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
@@ -155,7 +150,8 @@ class Slicer(PageWidget):
     fusion. Layer and tile can be set by code as well (`slicer.layer.value = 3`), and `figure` is what is seen, drawn by
     `show_slicing`. `prediction` is a predicted map of classes, shown over the picture; its place and `class_names` are
     those of `show_prediction`. A notebook that is saved contains a readable picture and the file's name; not so with
-    `save_picture=False`, where only a running kernel shows them. Raises PlanError, TraceError or ImageError.
+    `save_picture=False`, where only a running kernel shows them. `max_height` is in px, by default that of the window.
+    Raises PlanError, TraceError or ImageError.
 
     >>> from engines.images.sample_data import immunohistochemistry
     >>> from engines.models import resnet20_v1
@@ -174,6 +170,7 @@ class Slicer(PageWidget):
         prediction: PredictedMap | None = None,
         class_names: Sequence[str] | None = None,
         save_picture: bool = True,
+        max_height: int | None = None,
     ) -> None:
         self.save_picture = save_picture
         self._plan, self.rasters = plan, RasterCache(open_image(image))
@@ -193,11 +190,11 @@ class Slicer(PageWidget):
         self.together = make_dropdown("layers fused", counts, together, width="12em")
         self.note = ipywidgets.HTML()
         of_model = [self.fused_halos, self.together] if self._layers else []
-        help_line = ipywidgets.HTML(f'<div style="max-width: 90em; line-height: 1.4">{escape(HELP)}</div>')
-        controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW), help_line]
+        controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW)]
         self.points: tuple[HaloPoint, ...] = ()
         self._drawn: tuple[Any, Drawing] | None = None
         super().__init__(controls, self._make_view())
+        self.view.max_height = max_height
         self._compile()
         self.view.tile = choose_borrower(self.points[0])
         for name in ("layer", "tile"):
@@ -215,7 +212,7 @@ class Slicer(PageWidget):
         view = self.view.save_pictures(picture_bytes)
         finest = view.values["facts"]["picture"].get("finest")
         missing = NOT_SAVED if finest is None else describe_level(finest)
-        return SavedPart([view], remarks=[HELP, *filter(None, [missing])])
+        return SavedPart([view], remarks=[missing] if missing else [])
 
     @property
     def plan(self) -> Plan:
@@ -286,7 +283,6 @@ class Slicer(PageWidget):
             "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
             "words": tables.numbers.size,
             "colours": TILE_COLOURS,
-            "help": HELP,
             "remarks": {  # on each tile of a layer, the same for all layers of its stage
                 str(stage): [self._describe_fusion(point, tile) for tile in range(point.ranks.grid.tiles)]
                 for stage, point in of_stage.items()

@@ -205,12 +205,12 @@ def test_a_recorded_step_is_played(pages, open_page):
     badge = page.locator(".mpi4dl-badge")
     count = int(re.search(r"recorded: 1 of (\d+)", badge.inner_text())[1])
     assert count > 8
-    page.get_by_role("button", name="Step").click()
+    page.get_by_role("button", name="Forward").click()
     expect(badge).to_contain_text(f"recorded: 2 of {count}")
     page.locator(".mpi4dl-stage").focus()
     page.keyboard.press("End")
     expect(badge).to_have_text("newest")
-    expect(page.get_by_role("button", name="Step")).to_have_attribute("aria-disabled", "true")
+    expect(page.get_by_role("button", name="Forward")).to_have_attribute("aria-disabled", "true")
     page.keyboard.press("n")  # nothing runs behind the page
     page.keyboard.press("Home")
     page.keyboard.press(" ")
@@ -347,7 +347,9 @@ def test_what_has_no_page_is_refused_and_no_file_is_written(folder, slicer):
         training = Training(make_model(), Plan(split_size=1, spatial_size=0), cluster, (1, 3, 32, 32))
         batch = torch.rand(1, 3, 32, 32), torch.tensor([1])
         stepper = Stepper(training, *batch)
-        with pytest.raises(PlanError, match=r"The step has 0 of \d+ instructions done, .* Finish it first"):
+        with pytest.raises(
+            PlanError, match=r"The step has 0 of \d+ instructions done on each rank, .* Finish it first"
+        ):
             stepper.save_page(path)
         stepper.close()
         with pytest.raises(PlanError, match="This Stepper is closed"):
