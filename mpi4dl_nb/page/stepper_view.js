@@ -233,7 +233,7 @@ class StepperView {
 
   /** Choose the message whose pixels were clicked on its target, or else on its source. */
   chooseAt(event) {
-    this.stage.focus();
+    this.stage.focus({ preventScroll: true });
     const found = findPixel(this.placed ?? [], ...this.locate(event));
     if (!found) return;
     const hits = (side) => this.frame.meta.messages.findIndex(

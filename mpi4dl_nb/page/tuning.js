@@ -96,13 +96,14 @@ class TuningPage {
     }
     parts.push(text("memory of the fullest rank", inner.left + inner.width / 2, bottom + 38, "middle"),
       text("time for an image: lower is faster", 6, 14, "start"));
+    const isExceeded = this.points.some((each) => each.bytes > limit);
     if (limit && limit <= across.high) {
       const [x] = place(down.low, limit), right = inner.left + inner.width;
       const inside = right - x > 150, beyond = { x, y: inner.top, width: right - x, height: inner.height };
       parts.push(makeSvg("rect", { class: "mpi4dl-tuning-beyond", ...beyond }),
-        makeSvg("path", { class: "mpi4dl-tuning-limit", d: `M${x} ${inner.top}V${bottom}` }),
+        makeSvg("path", { class: `mpi4dl-tuning-limit${isExceeded ? " exceeded" : ""}`, d: `M${x} ${inner.top}V${bottom}` }),
         text(`a rank may hold ${formatBytes(limit)}`, inside ? x + 6 : x - 6, inner.top + 14, inside ? "start" : "end",
-          { class: "mpi4dl-tuning-limit-text" }));
+          { class: `mpi4dl-tuning-limit-text${isExceeded ? " exceeded" : ""}` }));
     }
     return parts;
   }

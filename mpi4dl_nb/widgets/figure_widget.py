@@ -129,11 +129,15 @@ class ErrorAlert(ipywidgets.HTML):
 
 
 class FigureView(PageView):
-    """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is."""
+    """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is.
+
+    `paper` is what a dark theme darkens of it.
+    """
 
     _esm = read_code("figure_view.js")
-    _css = read_style("figure_view.css")
+    _css = read_style("drawing.css", "figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
+    paper = traitlets.Unicode("").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
     tip = traitlets.Unicode("").tag(sync=True)
 
@@ -146,6 +150,7 @@ class FigureView(PageView):
         self.figure = figure
         with self.hold_sync():  # one message, so that a screen reader never has the text of another figure
             self.png, self.alt = figure.to_png(), figure.alt
+            self.paper = figure.outline_paper()
 
 
 STILL = "mpi4dl-still"  # class name, also in page.css

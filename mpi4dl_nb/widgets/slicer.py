@@ -193,6 +193,7 @@ class Slicer(PageWidget):
         controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW)]
         self.points: tuple[HaloPoint, ...] = ()
         self._drawn: tuple[Any, Drawing] | None = None
+        self._compiled: dict[int | str | None, tuple[tuple[HaloPoint, ...], dict[str, Any], bytes]] = {}
         super().__init__(controls, self._make_view())
         self.view.max_height = max_height
         self._compile()
@@ -258,29 +259,35 @@ class Slicer(PageWidget):
             self._compile()
 
     def _compile(self) -> None:
-        """Find the layers under the selected fusion and give the page all their numbers."""
+        """Give the page all layers under the selected fusion: at once if they have been found before."""
         self.together.disabled = not self.fused_halos.value
-        points: tuple[HaloPoint, ...] = ()
-        if self._layers is not None:
+        if self._together not in self._compiled:
             self.note.value = f'<span role="status">{escape(COMPILING)}</span>'  # it may take seconds
             try:
-                points = self._layers.select_points(self._together)
+                self._compiled[self._together] = self._find_points()
             finally:
                 self.note.value = ""
-        self.points = points or tuple(
-            make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
-        )
+        self.points, facts, numbers = self._compiled[self._together]
         last = _get_last(self.points)
         self.view.layer = min(self.view.layer, last)
         self.layer.max = last
         self._handle_layer()
+        with self.view.hold_sync():
+            self.view.facts, self.view.numbers = facts, numbers
+
+    def _find_points(self) -> tuple[tuple[HaloPoint, ...], dict[str, Any], bytes]:
+        """Return the layers under the selected fusion, and what the page has of them: facts and numbers."""
+        points = self._layers.select_points(self._together) if self._layers else ()
+        points = points or tuple(
+            make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
+        )
         picture = self._named
-        tables = build_layer_tables(picture, self._layers, self.points)
+        tables = build_layer_tables(picture, self._layers, points)
         rows, cols = picture.shape()
-        of_stage = {point.stage: point for point in self.points}
+        of_stage = {point.stage: point for point in points}
         facts: dict[str, Any] = {
             "layers": tables.facts,
-            "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
+            "net": describe_net(self._layers.graph, self._plan, points) if self._layers else [],
             "words": tables.numbers.size,
             "colours": TILE_COLOURS,
             "remarks": {  # on each tile of a layer, the same for all layers of its stage
@@ -297,8 +304,7 @@ class Slicer(PageWidget):
             },
             "prediction": self.prediction.describe() if self.prediction else None,
         }
-        with self.view.hold_sync():
-            self.view.facts, self.view.numbers = cut_words(facts), tables.numbers.tobytes()
+        return points, cut_words(facts), tables.numbers.tobytes()
 
     def _handle_layer(self, _change: Any = None) -> None:
         """Limit the tile to those of the layer's stage. The pixel that was picked is one of another layer."""

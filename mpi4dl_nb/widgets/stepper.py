@@ -241,6 +241,7 @@ class Stepper(PageWidget):
         """Run the rest of the step instruction by instruction, so that the record has a frame of each."""
         while not self.stepping.done:
             self._walk(self.stepping.find_unit_end("instruction", None))
+        self._rest()
 
     def _run_to_breakpoint(self) -> None:
         wanted = {"layer": self.layer, "rank": self.rank, "kind": self.kind, "phase": self.phase}

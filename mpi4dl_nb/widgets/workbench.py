@@ -104,7 +104,9 @@ class Workbench(StillFigure, ipywidgets.GridBox):
             "timed": bool(timeline),
             "ranks": [point.ranks.ranks for point in points],
             "layers": [find_layer_of(points, names.get(event.name, ""), -1) for event in events],
-            "pictures": [(base64.b64encode(figure.to_png()).decode(), figure.alt) for figure in memory],
+            "pictures": [
+                (base64.b64encode(figure.to_png()).decode(), figure.alt, figure.outline_paper()) for figure in memory
+            ],
         }
         views = [*part.views, *timeline, self.memory.save_view()]
         return SavedPart(views, remarks=part.remarks, links={"selection": selection}, is_side_by_side=True)
