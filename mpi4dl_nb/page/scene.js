@@ -68,6 +68,18 @@ export class Scene {
     this.requestPaint();
   }
 
+  /** The colour below the scene. It is read once for a theme: a style that is read in each frame is computed in each. */
+  get ground() {
+    this.groundColour ??= getComputedStyle(this.canvas.parentElement).backgroundColor;
+    return this.groundColour;
+  }
+
+  /** Take over the colours of another theme. */
+  recolour() {
+    this.groundColour = undefined;
+    this.requestPaint();
+  }
+
   fitWhole() {
     return fitTransform(this.size, this.view, 8);
   }

@@ -48,7 +48,7 @@ class SlicerView {
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
     this.observers.forEach(([events, observer]) => model.on(events, observer));
-    this.stops = [watchTheme(this.scene.requestPaint), boundHeight(this.root, model, () => this.scene.resize())];
+    this.stops = [watchTheme(() => this.scene.recolour()), boundHeight(this.root, model, () => this.scene.resize())];
     if (this.facts.picture.saved) this.readPictures();
     else model.send({ pictures: true });
     this.refresh();

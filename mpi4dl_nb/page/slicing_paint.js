@@ -15,7 +15,7 @@ const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale ba
 /** Paint the tiles that the view wants, coarser ones in place of those that have not come yet, and return them. */
 export function paintPicture(context, scene, picture, cache, preview) {
   const { transform, view, ratio, size } = scene;
-  context.fillStyle = getComputedStyle(scene.canvas.parentElement).backgroundColor;
+  context.fillStyle = scene.ground;
   context.fillRect(0, 0, ...view);
   context.imageSmoothingEnabled = transform.scale < 1;
   if (preview) context.drawImage(preview, transform.x, transform.y, size[0] * transform.scale, size[1] * transform.scale);

@@ -97,7 +97,8 @@ export class StepControls {
     this.badge.textContent = waiting ? "the ranks are running" : player.recorded
       ? `recorded: ${index + 1} of ${last + 1}` : "newest";
     this.badge.classList.toggle("mpi4dl-recorded", player.recorded);
-    this.title.textContent = this.title.title = [title, merged].filter(Boolean).join(merged && !title.endsWith(".") ? ". " : " ");
+    this.title.textContent = this.title.title = merged ? `${title.replace(/\.?$/, ".")} ${merged}` : title;
+    if (index !== this.refusedAt) this.showTrouble("");
     this.note.textContent = note;
     this.slider.setAttribute("aria-valuemax", last);
     this.slider.setAttribute("aria-valuenow", index);
@@ -106,8 +107,9 @@ export class StepControls {
     this.slider.setAttribute("aria-valuetext", `${index + 1} of ${last + 1}: ${what}`);
   }
 
-  /** Show what the ranks refused in the place of the line that says where they are; nothing ends it. */
+  /** Show what was refused in the place of the title, until another frame is shown. */
   showTrouble(text) {
+    this.refusedAt = this.player.index;
     this.trouble.textContent = text && `⚠ ${text}`;
     this.trouble.title = text;
     this.title.hidden = Boolean(text);

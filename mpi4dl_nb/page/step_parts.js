@@ -16,9 +16,9 @@ export function makeStepParts(controls, strips, table, keys) {
     "aria-describedby": id, "data-lm-suppress-shortcuts": "true",
   }, canvas);
   const scene = makeElement("div", { class: "mpi4dl-step-scene" }, stage, strips.element);
-  const [numbers, columns] = ["the numbers of a message, the schedule and the memory of the ranks", ", and what they do next"]
-    .map((text, at) => makeElement("span", { class: `mpi4dl-left-out-${at}`, text }));
-  const leftOut = makeElement("p", { class: "mpi4dl-left-out" }, "This cell is too narrow for ", numbers, columns, ".");
+  const leftOut = makeElement("p", { class: "mpi4dl-left-out" },
+    "This cell is too narrow for the numbers of a message, the schedule and the memory of the ranks",
+    makeElement("span", { class: "mpi4dl-narrowest", text: ", and what they do next" }), ".");
   const root = makeElement("div", { class: "mpi4dl-page mpi4dl-stepper" },
     controls.element, caption, scene, leftOut, table.element, words, status);
   controls.bar.append(makeKeyHelp(stage, keys));

@@ -55,10 +55,15 @@ export class StepTable {
       marker.style.left = `${(100 * rank.time) / length}%`;
       lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done`);
       for (const [cell, text, words] of [[did, rank.did, rank.didWords], [next, rank.next, rank.nextWords]]) {
-        cell.textContent = text;
+        setText(cell, text);
         cell.title = words;
       }
-      memory.textContent = rank.memory;
+      setText(memory, rank.memory);
     });
   }
+}
+
+// A text that is set again is laid out again: most cells stay as they are from frame to frame.
+function setText(cell, text) {
+  if (cell.textContent !== text) cell.textContent = text;
 }

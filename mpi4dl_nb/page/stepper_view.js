@@ -97,6 +97,7 @@ class StepperView {
     if (content.refused) {
       this.player.refuse();
       if (this.model.get("unavailable")) this.status.textContent = content.refused;
+      else this.controls.showTrouble(content.refused);
     }
     if (content.answered) this.player.answer(content.answered);
   }
