@@ -54,12 +54,16 @@ class RangeBar(PageView):
 BOX_STYLE = {"description_width": "initial"}
 
 
+def _make_layout(width: str | None) -> dict[str, str | None]:
+    return {"width": width, "max_width": "100%"}  # of a cell that may be narrower
+
+
 def make_bounded_int(
     label: str, value: int, low: int, high: int, tip: str = "", width: str | None = None
 ) -> ipywidgets.BoundedIntText:
     """Create a box for an integer from `low` to `high`, to type or to step with the arrow keys."""
     return ipywidgets.BoundedIntText(
-        value, min=low, max=high, description=label, tooltip=tip, style=BOX_STYLE, layout={"width": width}
+        value, min=low, max=high, description=label, tooltip=tip, style=BOX_STYLE, layout=_make_layout(width)
     )
 
 
@@ -68,14 +72,14 @@ def make_dropdown(
 ) -> ipywidgets.Dropdown:
     """Create a menu with one of `options` selected."""
     return ipywidgets.Dropdown(
-        options=options, value=value, description=label, tooltip=tip, style=BOX_STYLE, layout={"width": width}
+        options=options, value=value, description=label, tooltip=tip, style=BOX_STYLE, layout=_make_layout(width)
     )
 
 
 def make_checkbox(label: str, value: bool = False, tip: str = "", width: str | None = None) -> ipywidgets.Checkbox:
     """Create a labelled checkbox."""
     return ipywidgets.Checkbox(
-        value, description=label, tooltip=tip, indent=False, style=BOX_STYLE, layout={"width": width}
+        value, description=label, tooltip=tip, indent=False, style=BOX_STYLE, layout=_make_layout(width)
     )
 
 

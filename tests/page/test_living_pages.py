@@ -341,6 +341,16 @@ def test_a_page_by_the_command_line(folder, open_page, capsys):
     assert not (folder / "wrong.html").exists()
 
 
+@pytest.mark.parametrize(("width", "columns"), [(1240, 2), (800, 1)])
+def test_the_panes_of_a_workbench_stand_in_two_columns_where_both_have_room(pages, open_page, width: int, columns: int):
+    opened = open_page(pages["Workbench"], width=width)
+    panes = [opened.page.locator(f".mpi4dl-{name}").first.bounding_box() for name in ("slicer", "timeline", "drawing")]
+    assert len({round(pane["x"]) for pane in panes}) == columns
+    assert all(pane["height"] <= 900 for pane in panes)
+    assert panes[2]["y"] >= panes[1]["y"] + panes[1]["height"]
+    opened.check()
+
+
 def test_what_has_no_page_is_refused_and_no_file_is_written(folder, slicer):
     path = folder / "refused.html"
     with Cluster(1, backend="loopback") as cluster:
