@@ -85,7 +85,7 @@ class SumResult:
     after: Tensor | None
 
 
-SUM_NUMBERS = 3
+SUM_NUMBERS = 2
 
 
 class RankStepper:

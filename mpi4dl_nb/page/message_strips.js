@@ -116,7 +116,7 @@ export class MessageStrips {
     const body = (cells ?? shape).rows.map((row) => makeElement("tr", {}, makeElement("td", {}), ...row.map(make)));
     body[0].firstChild.textContent = sign;
     const indices = shape.rows[0].map((_, at) => makeElement("th", { scope: "col", text: shape.first + at }));
-    const head = makeElement("tr", {}, makeElement("td", {}), ...indices);
+    const head = makeElement("tr", { class: "mpi4dl-strip-indices" }, makeElement("td", {}), ...indices);
     return makeElement("table", {}, makeElement("caption", { text: name }), makeElement("tbody", {}, ...body, head));
   }
 

@@ -53,18 +53,18 @@ export class Scene {
     clearTimeout(this.settling);
   }
 
-  /** Follow the size of the host. The first size shows the whole scene. */
+  /** Follow the size of the host. The first size shows the whole scene, and what showed the whole still does. */
   resize() {
     const { clientWidth: width, clientHeight: height } = this.canvas.parentElement;
     if (!width || !height || (width === this.view[0] && height === this.view[1])) return;
-    const middle = this.transform && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
+    const middle = !this.isWhole && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
     this.view = [width, height];
     this.ratio = devicePixelRatio || 1;
     fitCanvas(this.canvas, width, height);
     if (middle) {
       const [x, y] = toScreen(this.transform, ...middle);
       this.transform = panBy(this.transform, width / 2 - x, height / 2 - y);
-    } else this.transform = this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
+    } else this.transform = !this.transform && this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
     this.requestPaint();
   }
 

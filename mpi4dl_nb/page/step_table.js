@@ -15,7 +15,7 @@ export class StepTable {
       return makeElement("span", { class: "mpi4dl-look" }, swatch, setup.looks[look].name);
     });
     const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
-    const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text })));
+    const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text, title: text })));
     const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
     const told = {
       class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks",
@@ -59,6 +59,7 @@ export class StepTable {
         cell.title = words;
       }
       setText(memory, rank.memory);
+      memory.title = rank.memory;
     });
   }
 }

@@ -105,7 +105,7 @@ class TimelinePage {
   }
 
   resize() {
-    const width = this.parts.room.clientWidth, { scene } = this, ratio = devicePixelRatio || 1;
+    const { scene, parts } = this, width = parts.room.clientWidth, ratio = devicePixelRatio || 1;
     if (!width) return;
     this.recolour();
     // The rows take what the other parts leave of the height; the line below them depends on the width only.

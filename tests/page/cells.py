@@ -27,22 +27,30 @@ _FAULTS = """() => {
     };
     const faults = [], shown = [];
     for (const each of texts) {
-        const box = place(each);
-        let [seen, isCut] = [true, false];
+        const box = place(each), visible = { ...box.toJSON() };
+        let isCut = false;
         for (let outer = each; outer !== document.body; outer = outer.parentElement) {
             const { overflowX, overflowY } = getComputedStyle(outer), clip = outer.getBoundingClientRect();
             const clips = (way) => way === "hidden" || way === "clip";
-            if (overflowX !== "visible" && (box.left >= clip.right || box.right <= clip.left)) seen = false;
-            if (overflowY !== "visible" && (box.top >= clip.bottom || box.bottom <= clip.top)) seen = false;
+            if (overflowX !== "visible") {
+                visible.left = Math.max(visible.left, clip.left);
+                visible.right = Math.min(visible.right, clip.right);
+            }
+            if (overflowY !== "visible") {
+                visible.top = Math.max(visible.top, clip.top);
+                visible.bottom = Math.min(visible.bottom, clip.bottom);
+            }
             const out = clips(overflowX) && (box.right > clip.right + 1.5 || box.left < clip.left - 1.5)
                 || clips(overflowY) && (box.bottom > clip.bottom + 3 || box.top < clip.top - 3);
             if (out && !each.closest("[title]:not([title=''])")) isCut = true;
         }
         if (isCut) faults.push(`cut: ${each.textContent.trim().slice(0, 60)}`);
-        else if (seen) shown.push([each, box]);
+        else shown.push([each, visible]);
     }
     shown.forEach(([one, a], at) => {
         for (const [other, b] of shown.slice(at + 1)) {
+            // Words of one paragraph wrap: the boxes around their lines may lie on each other.
+            if (one.parentElement === other.parentElement && getComputedStyle(one).display === "inline") continue;
             if (one.contains(other) || other.contains(one)) continue;
             const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
             const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
