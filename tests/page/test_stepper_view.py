@@ -218,12 +218,11 @@ def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, pa
 
 def test_a_button_is_answered_at_once_however_long_the_ranks_take(page: PageHarness):
     page.is_busy = True
-    for name in ("Instruction", "Phase"):
-        button = page.page.get_by_role("group", name="Run on the ranks").get_by_role("button", name=name)
-        button.click()
-        page.settle(1)
-        assert page.page.evaluate(SHOWN) == "the ranks are running"
-        assert button.is_disabled()
+    button = page.page.get_by_role("group", name="Run on the ranks").get_by_role("button", name="Phase")
+    button.click()
+    page.settle(1)
+    assert page.page.evaluate(SHOWN) == "the ranks are running"
+    assert button.is_disabled()
 
 
 def test_buttons_that_run_and_those_that_look_are_told_apart(stepper: Stepper, page: PageHarness):
@@ -253,7 +252,7 @@ def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Steppe
     go_to(stepper, "all-reduce", "forward")
     page.settle(3)
     table = page.page.locator(".mpi4dl-sum")
-    assert table.locator("thead").inner_text().split("\t") == ["", "before: the rank's own", "after: the sum"]
+    assert table.locator("thead").inner_text().strip("\n").split("\t") == ["", "before: the rank's own", "after: the sum"]
     rows = [[float(text.replace("−", "-")) for text in row.locator("td").all_inner_texts()]
             for row in table.locator("tbody tr").all()]  # fmt: skip
     assert len(rows) == 4
@@ -284,7 +283,7 @@ def test_the_picture_of_the_saved_page_is_drawn_when_the_page_rests(stepper: Ste
     press(page, "n")
     wait_until(page, lambda: bool(updates))
     assert stepper.figure.alt == stepper.view.alt
-    assert "display" not in updates[-1]
+    assert updates[-1].startswith('<div class="mpi4dl-still">')
     stepper.close()
     assert "mpi4dl-still" not in updates[-1], "a closed stepper keeps its last picture where it is shown"
 
