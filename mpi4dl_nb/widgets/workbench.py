@@ -84,7 +84,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
         self.timeline: TimelineView | None = None
         self.memory = FigureView(tip="memory of the selected rank through a step")
         self._beside = ipywidgets.VBox()
-        super().__init__(layout={"grid_template_columns": COLUMNS, "grid_gap": "12px", "align_items": "start"})
+        super().__init__(layout={"grid_template_columns": COLUMNS, "grid_gap": "12px", "align_items": "flex-start"})
         self._take_over_plan(image)
         self.selection.observe(self._show_selection)
         self.refresh()
