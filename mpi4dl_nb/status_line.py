@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -58,6 +59,14 @@ class StatusLine:
             self.text = text
             if self._handle is not None:
                 self._handle.update(self._make_bundle(), raw=True)
+
+    def tell(self, text: str) -> None:
+        """Display the line with this text. Outside a notebook, print the text to the error stream."""
+        if not _is_notebook():
+            print(text, file=sys.stderr, flush=True)
+            return
+        self.update(text)
+        self.show()
 
     def make_counter(self, text: str) -> ProgressCallback:
         """Return a callback after each call of which the line says how many are done."""

@@ -13,7 +13,10 @@ from torch.nn import functional
 
 from engines.comm.device import use_threads
 from engines.errors import PlanError
+from engines.program.effects import Phase
 from engines.program.exchange_runner import ReceivedMessage
+from engines.program.instructions import AllReduce, SumGradients
+from engines.program.program import Step
 from engines.program.worker import Inputs
 from engines.spatial.tiles import Plane, Tile
 from engines.train.step_report import StepReport
@@ -68,6 +71,23 @@ class ViewResult:
     channels: int
 
 
+@dataclass(frozen=True, slots=True)
+class SumResult:
+    """A sum over ranks on one rank: the first of its `count` numbers, in float64, before the instruction and after it.
+
+    `before` is what the rank adds, and `after` the sum; either is None if the rank does not hold it. `name` is that of
+    the all-reduce.
+    """
+
+    name: str
+    count: int
+    before: Tensor | None
+    after: Tensor | None
+
+
+SUM_NUMBERS = 2
+
+
 class RankStepper:
     """One step of a rank's training, already started. `number` distinguishes it from earlier steps."""
 
@@ -76,17 +96,18 @@ class RankStepper:
         self.seconds = 0.0
         self._landings: list[ReceivedMessage] = []
         self._get_plane: Callable[[Tile], Plane] | None = None  # of the exchange that they landed by
+        self._summed: SumResult | None = None
         training.start(inputs)
 
     def advance(self, target: int) -> StepState:
         """Run instructions up to number `target`, then progress messages until all ranks have done so. Collective.
 
-        If the last of them is an exchange, its received messages are recorded.
+        If the last of them is an exchange, its received messages are recorded, and of a sum over ranks its terms.
         """
         worker, start_s = self.training.worker, time.perf_counter()
         use_threads(self.training.threads)  # per thread, and this one may differ from the one that started the step
         if worker.position < target:
-            self._landings = []
+            self._landings, self._summed = [], None
         # Only the last instruction is recorded, the one that a notebook shows:
         #
         #     position ... target - 1        target
@@ -94,23 +115,43 @@ class RankStepper:
         while worker.position < target - 1:
             self.training.advance()
         if worker.position < target:
-            carrier = None
+            carrier, step = None, worker.program.steps[worker.position]
+            term = self._read_sum(step, is_total=False)
             messages = worker.program.effects[worker.position].messages
             # A larger exchange (64 MiB) is carried out without copies of its effects.
             if messages and messages.waits and messages.bytes <= 1 << 26:
-                carrier = worker.runtime.exchange_runners[worker.program.steps[worker.position].instruction.key]
+                carrier = worker.runtime.exchange_runners[step.instruction.key]
                 carrier.received, self._get_plane = self._landings, carrier.exchange.get_plane
             try:
                 self.training.advance()
             finally:
                 if carrier is not None:
                     carrier.received = None
+            self._record_sum(step, term, self._read_sum(step, is_total=True))
         # Some transports progress a large message only while its sender polls: without this a receiver could block,
         # since this rank may have nothing more to run before the barrier.
         worker.flush_sends()
         worker.world.barrier()
         self.seconds += time.perf_counter() - start_s
         return self.standing
+
+    def _read_sum(self, step: Step, is_total: bool) -> tuple[int, Tensor] | None:
+        """Return how many numbers the rank adds to a sum over ranks, or gets of it, and a copy of the first ones."""
+        total, is_forward = step.instruction, step.phase is Phase.FORWARD
+        if isinstance(total, AllReduce):
+            # Forward sums `source` into `target`; backward sums the gradient of `target` into that of `source`.
+            name = total.target if is_total is is_forward else total.source
+            numbers = self.get_tensor(name, step.micro_batch, not is_forward)
+        elif isinstance(total, SumGradients) and (step.phase is Phase.UPDATE or not is_total):
+            numbers = self.training.worker.weights[total.weights[0]].grad
+        else:
+            numbers = None
+        return None if numbers is None else (numbers.numel(), numbers.flatten()[:SUM_NUMBERS].double().cpu().clone())
+
+    def _record_sum(self, step: Step, term: tuple[int, Tensor] | None, total: tuple[int, Tensor] | None) -> None:
+        if known := term or total:
+            values = [None if part is None else part[1] for part in (term, total)]
+            self._summed = SumResult(step.instruction.name, known[0], *values)
 
     @property
     def standing(self) -> StepState:
@@ -145,10 +186,10 @@ class RankStepper:
         chosen = part.grad if gradient else part
         return None if chosen is None else chosen.detach()
 
-    def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[ReceivedMessage]]:
-        """Return the requested view, reduced in size, and the messages of the last exchange, (h, w) each."""
+    def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[ReceivedMessage], SumResult | None]:
+        """Return the requested view, reduced in size, the last messages, (h, w) each, and the last sum over ranks."""
         if look is None:
-            return None, []
+            return None, [], self._summed
 
         def cut_plane(tensor: Tensor | None, place: Plane) -> Tensor | None:
             """Cut one channel of a message at full scale, at most `bound_px` rows and columns."""
@@ -162,21 +203,21 @@ class RankStepper:
             effects.append(ReceivedMessage(landing.move, *tensors))
         part = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if part is None:
-            return None, effects
+            return None, effects, self._summed
         planes = _to_planes(part, look.plane)
         plane = _cut_channel(planes, look.plane, look)
         if plane is None:
-            return None, effects
+            return None, effects, self._summed
         block_px = max(1, math.ceil(max(plane.shape) / look.bound_px))
         # Pixels are means of squares. Without pixels, each row is an image of its own.
         blocks = block_px if look.plane.axes else max(1, math.ceil(plane.shape[0] / look.bound_px)), block_px
         if block_px > 1 and plane.numel():
             plane = functional.avg_pool2d(plane[None], blocks, ceil_mode=True)[0]
-        return ViewResult(plane.clone(), blocks, tuple(part.shape), planes.shape[1]), effects
+        return ViewResult(plane.clone(), blocks, tuple(part.shape), planes.shape[1]), effects, self._summed
 
     def drop(self) -> None:
         """Free all values of the step. Weights, buffers and the random seed are as before the step."""
-        self._landings = []
+        self._landings, self._summed = [], None
         self.training.worker.restart({})
 
 

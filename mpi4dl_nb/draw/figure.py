@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,7 +13,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axes._secondary_axes import SecondaryAxis
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
@@ -20,6 +23,7 @@ from matplotlib.text import Text
 
 from mpi4dl_nb.draw.plain_text import PlainCanvas, is_mathematics
 
+STYLE = pathlib.Path(__file__).parents[1].joinpath("page/drawing.css").read_text(encoding="utf-8")
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
 TILE_COLOURS = (BLUE, ORANGE, "#007d5a", "#a3338a")
 """Of tiles: those of an even row alternate between the first two, of an odd row between the others, so that all
@@ -67,9 +71,35 @@ class Drawing(Figure):
         self.canvas.print_png(buffer, pil_kwargs={"compress_level": 1})
         return buffer.getvalue()
 
+    def outline_paper(self) -> str:
+        """Return what a dark theme darkens, as a CSS shape: all but the axes whose colours are values or tissue.
+
+        The figure must have been drawn.
+
+        >>> Drawing().outline_paper()
+        'polygon(evenodd, 0% 0%, 100% 0%, 100% 100%, 0% 100%, 0% 0%)'
+        """
+        kinds = (AxesImage, QuadMesh)  # a colour bar is the latter
+        boxes = [
+            axes.get_position()
+            for axes in self.get_axes()
+            if any(isinstance(artist, kinds) for artist in axes.get_children())
+        ]
+        # One line around the figure, and from its corner around each hole and back.
+        loops = [(0.0, 1.0, 1.0, 0.0), *((box.x0, box.y1, box.x1, box.y0) for box in boxes)]
+        corners = [
+            corner
+            for left, top, right, bottom in loops
+            for corner in ((left, top), (right, top), (right, bottom), (left, bottom), (left, top), (0.0, 1.0))
+        ]
+        points = [f"{100 * x:.4g}% {100 * (1 - y):.4g}%" for x, y in (*corners[:5], *corners[6:])]
+        return f"polygon(evenodd, {', '.join(points)})"
+
     def _repr_html_(self) -> str:
         data = base64.b64encode(self.to_png()).decode()
-        return f'<img alt="{escape(self.alt)}" style="max-width:100%" src="data:image/png;base64,{data}">'
+        image = f'<img alt="{escape(self.alt)}" style="max-width:100%" src="data:image/png;base64,{data}">'
+        night = f'<i style="clip-path: {self.outline_paper()}"></i>'
+        return f'<div class="mpi4dl-drawing"><style>{STYLE}</style>{image}{night}</div>'
 
 
 def write_first_fit(axes: Axes, x: float, y: float, forms: Iterable[str], width_px: float, **style: Any) -> Text | None:

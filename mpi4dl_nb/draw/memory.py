@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from torch import nn
@@ -42,7 +43,7 @@ LOOKS = {
 }
 MOST_RANKS, MOST_LAYERS, MOST_LETTERS = 12, 8, 34
 ROW_IN, CURVE_IN = 0.3, 1.9
-LIMIT = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
+RED = "#b71c1c"
 
 BytesByKind = Mapping[str, int]
 MemoryRows = Sequence[tuple[str, BytesByKind]]
@@ -107,7 +108,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     upper, curve, lower = figure.subplots(3, height_ratios=heights)
     unit, size = _choose_unit(ranks)
     _draw_rows(upper, ranks, size)
-    _draw_limit(upper, rank_bytes, size)
+    _draw_limit(upper, rank_bytes, size, memory.peak_bytes)
     _draw_curve(curve, memory, moment, size)
     inner, part = _choose_unit(layers)
     _draw_rows(lower, layers, part)
@@ -158,17 +159,26 @@ def _draw_rows(axes: Axes, rows: MemoryRows, size: int) -> None:
     axes.set_yticks(range(len(rows)), names, fontsize=9)
 
 
-def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
-    """Draw a line at the memory that a rank may use. A limit over 4 times the axis' end is in the title only."""
+def make_limit_look(is_exceeded: bool) -> dict[str, Any]:
+    """Return the look of a line at the memory that a rank may use: red if something is beyond it."""
+    return {"color": RED if is_exceeded else INK, "linewidth": 1.8, "linestyle": "--"}
+
+
+def _draw_limit(axes: Axes, rank_bytes: int | None, size: int, peak_bytes: int) -> None:
+    """Draw a line at the memory that a rank may use, red if a rank needs more.
+
+    A limit over 4 times the axis' end is in the title only.
+    """
     longest = axes.get_xlim()[1]
     if rank_bytes is None or rank_bytes / size > 4 * longest:
         return
     # The bars keep their scale unless the limit is beyond them.
     limit = rank_bytes / size
     axes.set_xlim(0, max(longest, 1.14 * limit))
-    axes.axvline(limit, **LIMIT)
+    look = make_limit_look(peak_bytes > rank_bytes)
+    axes.axvline(limit, **look)
     on_left = limit > 0.5 * axes.get_xlim()[1]
-    style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": LIMIT["color"]}
+    style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": look["color"]}
     place = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3), "textcoords": "offset points"}
     axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), **place, **style)
 

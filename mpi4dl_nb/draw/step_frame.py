@@ -26,6 +26,7 @@ from mpi4dl_nb.draw.stepper import (
     describe_group,
     describe_message,
     describe_next,
+    format_range,
     format_short_label,
     format_step_label,
     is_square,
@@ -77,6 +78,10 @@ class _Values:
         self.parts.append(numbers.tobytes())
         return place
 
+    def add_row(self, tensor: Tensor | None) -> list[int] | None:
+        """Add values (n) as one row."""
+        return self.add(None if tensor is None else tensor[None])
+
 
 def pack_frame(view: StepView, step: str) -> StepFrame:
     """Pack a view for a page. `step` distinguishes the frames of this step from those of earlier ones."""
@@ -95,15 +100,23 @@ def pack_frame(view: StepView, step: str) -> StepFrame:
         "step": step,
         "number": event.number,
         "title": describe_event(event),
+        "merged": _describe_merged(event),
         "done": event.done,
         "total": sum(event.places),
         "ranks": [_pack_rank(view, rank) for rank in event.ranks],
         "groups": groups,
         "empty": {panel.rank: panel.why for panel in view.panels if panel.seen is None},
         "messages": [_pack_message(transfer, landed, values) for transfer, landed in view.landed],
-        "sums": list(_list_sums(event)),
+        "sums": list(_list_sums(view, values)),
     }
     return StepFrame(cut_words(meta), b"".join(values.parts))
+
+
+def _describe_merged(event: StepEvent) -> str:
+    """Return how many instructions the frame stands for, in words; empty if it is one on each rank that went on."""
+    if max(event.ran) < 2:
+        return ""
+    return f"The last {format_range(event.ran)} of them ran at once, and are one frame of the record."
 
 
 def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:
@@ -152,10 +165,10 @@ def _pack_message(transfer: Transfer, landed: ReceivedMessage, values: _Values) 
     }
 
 
-def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
-    """Iterate over the sums over ranks that were part of the last instructions, each once."""
+def _list_sums(view: StepView, values: _Values) -> Iterator[dict[str, Any]]:
+    """Iterate over the sums over ranks of the last instructions, each once, with what the ranks hold of it."""
     met = set()
-    for rank in event.ranks:
+    for rank in view.event.ranks:
         if not rank.moved or rank.did is None:
             continue
         for reduction in rank.did.step.instruction.get_effects(rank.did.step.phase).reductions:
@@ -167,7 +180,22 @@ def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
             ends = ends if reduction.starts else ": what was begun in the backward pass has arrived"
             who = format_ranks(reduction.group)
             words = f"sum of {format_bytes(reduction.bytes)} over {who}, {rank.did.phase_name}{ends}"
-            yield {"group": list(reduction.group), "starts": reduction.starts, "waits": reduction.waits, "words": words}
+            held = {who: view.sums[who] for who in reduction.group}
+            known = {
+                who: summed for who, summed in held.items() if summed is not None and summed.name == reduction.name
+            }
+            terms = [
+                {"rank": who, "before": values.add_row(summed.before), "after": values.add_row(summed.after)}
+                for who, summed in known.items()
+            ]
+            yield {
+                "group": list(reduction.group),
+                "starts": reduction.starts,
+                "waits": reduction.waits,
+                "words": words,
+                "count": max((summed.count for summed in known.values()), default=0),
+                "terms": terms,
+            }
 
 
 # What a page needs once: the places of the ranks, the schedule, and the colours.
@@ -211,8 +239,9 @@ def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
 
 
 def describe_progress(stepping: StepDebugger) -> str:
-    """Return how many instructions of all ranks are done, in words."""
-    return f"{sum(stepping.event.places)} of {sum(stepping.order.ends)} instructions done"
+    """Return how many instructions of how many are done on each rank, in words."""
+    done, of = format_range(stepping.event.places), format_range(stepping.order.ends)
+    return f"{done} of {of} instructions done on each rank"
 
 
 def make_palettes() -> bytes:

@@ -21,7 +21,7 @@ from engines.program.schedule import Schedule
 from engines.program.steps import StepLabel
 from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
-from mpi4dl_nb.draw.tilemap import NOT_OWN
+from mpi4dl_nb.draw.tilemap import NOT_OWN, PADDING
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
 from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
 
@@ -120,15 +120,24 @@ def describe_step(view: StepView, focus: int = 0) -> str:
 
 def describe_event(event: StepEvent) -> str:
     """Describe the state of the whole step."""
-    done = sum(event.places)
-    if event.done:
-        return f"The step is done: {done} instructions, the weights have moved. Loss {event.loss:.6g}"
+    done = format_range(event.places)
     loss = "" if event.loss is None else f" Loss {event.loss:.6g}"
-    if not done:
+    if event.done:
+        return f"The step is done: {done} instructions on each rank, the weights have moved.{loss}"
+    if not any(event.places):
         return "At the start of a training step: nothing is done"
     moved = [rank.rank for rank in event.ranks if rank.moved]
     who = format_ranks(moved) if moved else "no rank"
-    return f"In a training step, after {done} instructions of all ranks; {who} went on.{loss}"
+    return f"In a training step, after {done} instructions on each rank; {who} went on.{loss}"
+
+
+def format_range(counts: Sequence[int]) -> str:
+    """
+    >>> format_range([4, 4, 4]), format_range([2, 12, 5])
+    ('4', '2 to 12')
+    """
+    low, high = min(counts), max(counts)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def format_step_label(place: StepLabel | None, at_end: str) -> str:
@@ -281,35 +290,56 @@ def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     means = f", means of {format_size(seen.block_px)} px" if max(seen.block_px) > 1 else ""
     channel = min(view.channel, seen.channels - 1)
     where = f"channel {channel} of {seen.channels}, image {view.image}"
-    borrowed = any(panel.extent.held != panel.extent.own for panel in group.panels)
-    hatched = f"{end}hatched: not the rank's own pixels" * borrowed
-    return f"{what}{end}{format_size(extent.size_px)} px, {where}{means}{hatched}"
+    halos = [split_halo(panel) for panel in group.panels]
+    marks = {
+        "striped: borrowed pixels": any(borrowed for borrowed, _ in halos),
+        "dotted: padding": any(padding for _, padding in halos),
+    }
+    marked = ", ".join(mark for mark, is_drawn in marks.items() if is_drawn)
+    return f"{what}{end}{format_size(extent.size_px)} px, {where}{means}{f'{end}{marked}' * bool(marked)}"
+
+
+def split_halo(panel: RankPanel) -> tuple[list[Tile], list[Tile]]:
+    """Return what a rank holds beside its own tile of a value: pixels borrowed from others, and padding beyond it."""
+    extent = panel.extent
+    if not extent.axes or extent.held == extent.own:
+        return [], []
+    tile, whole = extent.plane.tile, Tile.whole(*extent.size_px)
+    outside = _cut_around(tile, extent.own & tile)
+    borrowed = [part & whole for part in outside if part & whole]
+    padding = [rest for part in outside for rest in (_cut_around(part, part & whole) if part & whole else [part])]
+    return borrowed, padding
+
+
+def _cut_around(held: Tile, inner: Tile) -> list[Tile]:
+    """Return the parts of `held` around `inner`: above and below over the whole width, then left and right."""
+    #   +-------------------+
+    #   |   above           |
+    #   +------+-----+------+
+    #   | left |inner| right|
+    #   +------+-----+------+
+    rows, cols = held.rows, held.cols
+    parts = (
+        Tile(Span(rows.start, inner.rows.start), cols),
+        Tile(Span(inner.rows.stop, rows.stop), cols),
+        Tile(inner.rows, Span(cols.start, inner.cols.start)),
+        Tile(inner.rows, Span(inner.cols.stop, cols.stop)),
+    )
+    return list(filter(None, parts))
 
 
 def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     low, high = group.span
-    held, owned, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
+    held, pixels = panel.extent.held, panel.seen.pixels.numpy()
     tile = panel.extent.plane.tile
     cols, rows = tile.cols, tile.rows
     extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
     style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
     image = axes.imshow(pixels, extent=extent, aspect="equal" if is_square(held) else "auto", **style)
-    if owned != held:
-        #   +-------------------+
-        #   |   above           |   What the rank holds around its own tile is hatched: rows above and below over the
-        #   +------+-----+------+   whole width, then columns left and right beside the tile.
-        #   | left | own | right|
-        #   +------+-----+------+
-        inner = owned.rows & rows
-        outside = (
-            Tile(Span(rows.start, inner.start), cols),
-            Tile(Span(inner.stop, rows.stop), cols),
-            Tile(inner, Span(cols.start, owned.cols.start)),
-            Tile(inner, Span(owned.cols.stop, cols.stop)),
-        )
-        for part in filter(None, outside):
-            axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **NOT_OWN))
+    for parts, look in zip(split_halo(panel), (NOT_OWN, PADDING), strict=True):
+        for part in parts:
+            axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **look))
     axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=7.5, length=2, pad=1)

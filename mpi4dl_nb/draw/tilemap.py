@@ -81,7 +81,9 @@ TINT = 0.4  # opacity of the owner's colour over what is borrowed, whose own col
 HALO = {"linewidth": 1.4, "zorder": 5}
 COMPUTED = HALO | {"hatch": "xx", "hatch_linewidth": 0.8}
 NOT_OWN = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
-"""Of what a rank holds of a value beyond its own pixels, where colours are values."""
+"""Of what a rank holds of other ranks' pixels of a value, where colours are values."""
+PADDING = NOT_OWN | {"hatch": "..."}
+"""Likewise of what it holds beyond the image."""
 OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
 TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
 

@@ -12,7 +12,7 @@ from engines.formatting import format_bytes, format_number
 from engines.predict.explain import describe_plan, format_grids, format_rate
 from engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
-from mpi4dl_nb.draw.memory import LIMIT
+from mpi4dl_nb.draw.memory import make_limit_look
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
 from mpi4dl_nb.plan_benchmark import Candidate, sort_candidates
 
@@ -208,7 +208,8 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
         )
     fitting = max((point.cost[1] for point in points if point.number), default=0) / MB
     if rank_bytes:
-        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **LIMIT)
+        look = make_limit_look(any(point.cost[1] > rank_bytes for point in points))
+        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **look)
         low = axes.get_xlim()[0]
         axes.set_xlim(low, min(axes.get_xlim()[1], max(1.1 * fitting, 1.6 * rank_bytes / MB)))
     if rank_bytes and rank_bytes / MB > 4 * fitting:  # else all plans would share a corner

@@ -152,6 +152,8 @@ class MpiRanks:
             if isinstance(error, RankError) or not isinstance(error, _TROUBLES):
                 raise
             raise _make_refusal(n, error) from error
+        finally:
+            self._starting.close()
 
     def _start(self) -> None:
         far = self._across

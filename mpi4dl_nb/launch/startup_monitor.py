@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,6 +17,7 @@ import psutil
 
 from engines.comm.device import count_cores
 from engines.errors import RankError, is_deleted
+from mpi4dl_nb.status_line import StatusLine
 
 _IDLE_S = 45.0  # limit without a new rank and without work for it; scaled by the load per core
 _STOPPED_S = 10.0  # limit for a process that a signal has stopped, as it will not go on by itself
@@ -54,6 +54,7 @@ class StartupMonitor:
         self._done_s = self._done_before_s = self._done_at_sign_s = 0.0
         self._sign_s, self._say_s = self._began_s, _SAY_S
         self._stopped_since_s: dict[str, float] = {}
+        self._line = StatusLine("")
         self._least_share = min(_WAITING_SHARE * n, _MOST_SHARE * count_cores())
 
     # A start has phases, in each of which something must turn up: the controller's files; its first answer; all ranks
@@ -138,15 +139,15 @@ class StartupMonitor:
             left_s = max(self.n * self.usual_s - self._done_s, 0.0) * taken_s / max(self._done_s, 1.0)
             more = f"it may take {left_s:.0f} s more" if left_s > 5 else "it should be there soon"
             progress = f"The ranks have had {self._done_s:.0f} s of a processor by now{others}: {more}."
-        print(
-            f"The start takes longer than usual, and goes on. {what} after {taken_s:.0f} s. {progress}",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._line.tell(f"The start takes longer than usual, and goes on. {what} after {taken_s:.0f} s. {progress}")
 
     def finish(self) -> None:
         """Record this start's processor time as the usual one."""
         type(self).usual_s = max(1.0, self._measure_work_s() / self.n)
+
+    def close(self) -> None:
+        """Remove the line about a slow start: the start is over, however it ended."""
+        self._line.clear()
 
 
 _MOST_FACTOR = 4.0

@@ -41,6 +41,64 @@ export function keepFocus(host, rebuild) {
   (successor ?? host).focus({ preventScroll: true });
 }
 
+/**
+ * Return a button "?" that opens a list of keys over the upper right corner of `host`. `keys` are [keys, what they do].
+ * It is closed by the button, by Escape, and when the focus leaves both.
+ */
+export function makeKeyHelp(host, keys) {
+  const id = `mpi4dl-keys-${Math.random().toString(36).slice(2)}`;
+  const lines = keys.flatMap(([key, text]) => [makeElement("dt", { text: key }), makeElement("dd", { text })]);
+  const list = makeElement("div", {
+    class: "mpi4dl-key-help", id, role: "region", "aria-label": "Keys", tabindex: "0", hidden: true,
+    "data-lm-suppress-shortcuts": "true",
+  }, makeElement("dl", {}, ...lines));
+  const show = (isOpen) => {
+    list.hidden = !isOpen;
+    button.setAttribute("aria-expanded", String(isOpen));
+  };
+  const button = makeButton("?", "Keys", () => show(list.hidden), { "aria-label": "Keys", "aria-controls": id });
+  show(false);
+  for (const part of [button, list]) {
+    part.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !list.hidden) {
+        show(false);
+        button.focus();
+      }
+      event.stopPropagation(); // in the list, keys scroll it
+    });
+    part.addEventListener("focusout", ({ relatedTarget }) => {
+      if (relatedTarget && relatedTarget !== button && !list.contains(relatedTarget)) show(false);
+    });
+  }
+  for (const name of ["click", "pointermove"]) list.addEventListener(name, (event) => event.stopPropagation());
+  host.append(list);
+  return button;
+}
+
+/**
+ * Keep an element within the `max_height` of a model, in px, or else within the window, and call `resize` when either
+ * changes. Return a function that stops.
+ */
+export function boundHeight(element, model, resize) {
+  const bound = () => {
+    const most = model.get("max_height");
+    element.style.setProperty("--mpi4dl-max-height", most ? `${most}px` : "");
+    resize();
+  };
+  bound();
+  model.on("change:max_height", bound);
+  window.addEventListener("resize", resize);
+  return () => {
+    model.off("change:max_height", bound);
+    window.removeEventListener("resize", resize);
+  };
+}
+
+/** Return the px that an element is at most high, see page.css. */
+export function readHeightLimit(element) {
+  return parseFloat(getComputedStyle(element).maxHeight) || innerHeight;
+}
+
 /** Whether the reader has asked for less motion. */
 export function prefersReducedMotion() {
   return matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,6 +1,10 @@
 // Where the ranks of a step, and the values that they hold, are drawn: rectangles are [left, top, width, height] in px.
 
 import { clamp } from "./numbers.js";
+import { countPixels, intersectRectangles } from "./rectangles.js";
+
+/** The radius of the sign of a sum. */
+export const SIGN_PX = 18;
 
 const BOX_GAP = 44, BOX_HEAD = 24, CELL_HEAD = 18, RIM = 13, MORE = 1.4;
 
@@ -142,6 +146,29 @@ export function cutHalo(held, own) {
     [own[0], held[1], own[2], own[1]], [own[0], own[3], own[2], held[3]],
   ];
   return tiles.filter(([top, left, bottom, right]) => bottom > top && right > left);
+}
+
+/** Return what a panel holds beside its own tile: pixels that are `borrowed`, and `padding` beyond a value of `size`. */
+export function splitHalo({ held, own }, size) {
+  const halo = cutHalo(held, own);
+  if (size.length !== 2) return { borrowed: halo, padding: [] };
+  const parts = halo.map((tile) => ({ tile, inside: intersectRectangles(tile, [0, 0, ...size]) }));
+  return {
+    borrowed: parts.map(({ inside }) => inside).filter((inside) => countPixels(inside) > 0),
+    padding: parts.flatMap(({ tile, inside }) => (countPixels(inside) > 0 ? cutHalo(tile, inside) : [tile])),
+  };
+}
+
+/** Return the middle [x, y] of the sign of a sum over ranks, `aside` px beside the middle of their cells: on no name. */
+export function placeSumSign(cells, ranks, aside) {
+  const [middle, y] = findMiddle(cells, ranks), x = middle + aside;
+  const named = cells.find((cell) => {
+    const [left, top, width] = cell, head = getCellHead(cell);
+    return head && x + SIGN_PX > left && x - SIGN_PX < left + width && y + SIGN_PX > top && y - SIGN_PX < top + head;
+  });
+  if (!named) return [x, y];
+  const above = named[1] - SIGN_PX - 1;
+  return [x, above < SIGN_PX ? named[1] + CELL_HEAD + SIGN_PX + 1 : above];
 }
 
 /** Return the middle [x, y] of the cells of some ranks. */

@@ -1,6 +1,6 @@
 // Paints what moves between the ranks of a frame: strips of messages, and the terms of sums.
 import { DARK, FONT, WHITE, strokeCasedRectangle, writeCased } from "./canvas.js";
-import { findMiddle, locateMessage } from "./exchange_layout.js";
+import { SIGN_PX, locateMessage, placeSumSign } from "./exchange_layout.js";
 import {
   bendBetween, computeFlight, computeTerm, findCentre, growRectangle, liftRectangle,
 } from "./exchange_motion.js";
@@ -34,9 +34,11 @@ export class ExchangePainter extends RankPainter {
     const others = messages.length > MOST_WAYS ? [] : messages.keys();
     for (const index of others) if (index !== focus) this.paintWay(messages[index], flights[index], false);
     if (messages[focus]) this.paintWay(messages[focus], flights[focus], true);
-    this.paintHeads();  // below what moves
+    const signs = sums.map(({ group }, index) => placeSumSign(layout.cells, group, 46 * (index - (sums.length - 1) / 2)));
+    sums.forEach((sum, index) => this.paintTerms(sum, signs[index], progress));
+    this.paintHeads();  // above the terms of sums, which would hide a name, and below the strips that move
     messages.forEach((message, index) => this.paintStrip(message, this.strips[index], flights[index], index === focus));
-    sums.forEach((sum, index) => this.paintSum(sum, index, sums.length, progress));
+    for (const sign of signs) this.paintSign(sign);
     if (cursor) this.paintCursor(cursor);
   }
 
@@ -126,9 +128,8 @@ export class ExchangePainter extends RankPainter {
   }
 
   /** The terms of a sum go to a sum sign in the middle of its ranks, and the total comes back. */
-  paintSum(sum, index, count, progress) {
-    const { context, look, layout } = this, middle = findMiddle(layout.cells, sum.group);
-    const sign = [middle[0] + 46 * (index - (count - 1) / 2), middle[1]];
+  paintTerms(sum, sign, progress) {
+    const { context, look, layout } = this;
     const { at, total } = computeTerm(progress, sum);
     for (const rank of sum.group) {
       const start = findCentre(layout.cells[rank]), place = start.map((each, side) => each + (sign[side] - each) * at);
@@ -148,11 +149,15 @@ export class ExchangePainter extends RankPainter {
       context.fill();
       context.stroke();
     }
+  }
+
+  paintSign(sign) {
+    const { context, look } = this;
     context.fillStyle = look.paper;
     context.strokeStyle = look.ink;
     context.lineWidth = 2;
     context.beginPath();
-    context.arc(...sign, 18, 0, 2 * Math.PI);
+    context.arc(...sign, SIGN_PX - 1, 0, 2 * Math.PI);
     context.fill();
     context.stroke();
     context.fillStyle = look.ink;

@@ -3,7 +3,7 @@ import { keepFocus, makeButton, makeElement } from "./elements.js";
 import { clamp } from "./numbers.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
-const LONG = 5, DEEP = 2;
+const LONG = 5, DEEP = 2, MOST_TERMS = 8;
 
 /** Return the cells of a strip that are shown: `{ along, first, count, rows }`, the longer side along, from `start` on.
  *
@@ -45,11 +45,9 @@ export class MessageStrips {
   makeParts() {
     const { frame: { meta: { messages, sums } }, focus } = this;
     if (!messages.length) {
-      const none = ["This instruction moved no pixels between ranks."];
-      const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : none;
       const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
-      const told = lines.map((text) => makeElement("p", { text }));
-      return [makeElement("div", {}, title, ...told)];
+      if (sums.length) return [makeElement("div", { class: "mpi4dl-sums" }, title, ...sums.flatMap(this.makeSum, this))];
+      return [makeElement("div", {}, title, makeElement("p", { text: "This instruction moved no pixels between ranks." }))];
     }
     const message = messages[focus], [what, way, size] = message.words;
     const head = makeElement("div", { class: "mpi4dl-strips-head" },
@@ -59,6 +57,29 @@ export class MessageStrips {
     const told = makeElement("div", {}, head,
       makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }));
     return [told, ...this.makeTables(message)];
+  }
+
+  /** Return the parts about a sum: its words, and what each rank held before and after. */
+  makeSum({ words, group, count, terms }) {
+    const told = makeElement("p", { text: `Σ ${words}` });
+    if (!terms.length) return [told, makeElement("p", { class: "mpi4dl-faint", text: "Its values are not kept here." })];
+    const sides = [["before", "the rank's own"], ["after", "the sum"]];
+    const numbers = Math.min(count, Math.max(...terms.flatMap((term) => sides.map(([side]) => term[side]?.[2] ?? 0))));
+    const heads = sides.map(([side, meaning]) =>
+      makeElement("th", { scope: "colgroup", colspan: numbers, text: `${side}: ${meaning}` }));
+    const rows = terms.slice(0, MOST_TERMS).map((term) => makeElement("tr", {},
+      makeElement("th", { scope: "row", text: `rank ${term.rank}` }),
+      ...sides.flatMap(([side]) => this.listNumbers(term[side], numbers)
+        .map((text, at) => makeElement("td", { text, class: at ? undefined : "mpi4dl-first" })))));
+    const more = terms.length > MOST_TERMS ? `; of ${MOST_TERMS} of ${group.length} ranks` : "";
+    const caption = count > numbers ? `the first ${numbers} of ${count.toLocaleString("en")} numbers${more}` : `all numbers${more}`;
+    return [told, makeElement("table", { class: "mpi4dl-sum" }, makeElement("caption", { text: caption }),
+      makeElement("thead", {}, makeElement("tr", {}, makeElement("td", {}), ...heads)), makeElement("tbody", {}, ...rows))];
+  }
+
+  listNumbers(place, count) {
+    const values = readValues(this.frame, place)?.numbers;
+    return Array.from({ length: count }, (_, at) => (values ? formatNumber(values[at]) : "–"));
   }
 
   makeTurn(text, name, act) {
@@ -95,7 +116,7 @@ export class MessageStrips {
     const body = (cells ?? shape).rows.map((row) => makeElement("tr", {}, makeElement("td", {}), ...row.map(make)));
     body[0].firstChild.textContent = sign;
     const indices = shape.rows[0].map((_, at) => makeElement("th", { scope: "col", text: shape.first + at }));
-    const head = makeElement("tr", {}, makeElement("td", {}), ...indices);
+    const head = makeElement("tr", { class: "mpi4dl-strip-indices" }, makeElement("td", {}), ...indices);
     return makeElement("table", {}, makeElement("caption", { text: name }), makeElement("tbody", {}, ...body, head));
   }
 

@@ -99,15 +99,7 @@ export class NetStrip {
     const bars = layOutNet(this.net, width);
     this.places = placePoints(this.net, bars);
     this.net.forEach((layer, index) => {
-      const { x, width: wide, height } = bars[index];
-      const title = `${layer.name}: ${layer.channels} channels of ${layer.rows} × ${layer.columns} px, stage ${layer.stage}, `
-        + (layer.tiles > 1 ? `in ${layer.tiles} tiles` : "whole on each of its ranks");
-      const bar = makeSvg("rect", { x, y: BASE - height, width: wide, height, class: layer.tiles > 1 ? "tiled" : "joined" });
-      bar.append(makeSvg("title", { text: title }));
-      this.svg.append(bar);
-      if (height >= NAMED_HEIGHT && layer.name.length * LETTER < wide) {
-        this.svg.append(makeSvg("text", { x: x + wide / 2, y: BASE - 6, class: "name", text: layer.name }));
-      }
+      this.svg.append(this.makeBar(layer, bars[index]));
       const before = this.net[index - 1];
       if (before && (before.tiles !== layer.tiles || before.stage !== layer.stage)) {
         const left = bars[index].middle - bars[index].slot / 2;
@@ -123,6 +115,19 @@ export class NetStrip {
       return mark;
     });
     this.mark();
+  }
+
+  /** Return a layer's bar, with its name on it if there is room, and under the pointer anywhere in its slot. */
+  makeBar(layer, { x, middle, slot, width, height }) {
+    const title = `${layer.name}: ${layer.channels} channels of ${layer.rows} × ${layer.columns} px, stage ${layer.stage}, `
+      + (layer.tiles > 1 ? `in ${layer.tiles} tiles` : "whole on each of its ranks");
+    const bar = makeSvg("g", {}, makeSvg("title", { text: title }),
+      makeSvg("rect", { x: middle - slot / 2, y: 0, width: slot, height: BASE, class: "slot" }),
+      makeSvg("rect", { x, y: BASE - height, width, height, class: layer.tiles > 1 ? "tiled" : "joined" }));
+    if (height >= NAMED_HEIGHT && layer.name.length * LETTER < width) {
+      bar.append(makeSvg("text", { x: x + width / 2, y: BASE - 6, class: "name", text: layer.name }));
+    }
+    return bar;
   }
 
   /** Mark the chosen point. */

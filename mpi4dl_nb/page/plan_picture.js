@@ -20,7 +20,8 @@ export class PlanPicture {
       class: "mpi4dl-plan-canvas", tabindex: "0", role: "application", "aria-roledescription": "picture of a plan",
       "data-lm-suppress-shortcuts": "true", title: "",
     });
-    host.append(this.canvas);
+    this.room = makeElement("div", { class: "mpi4dl-plan-room" }, this.canvas);
+    host.append(this.room);
     this.card = makeElement("div", { class: "mpi4dl-plan-card", "aria-hidden": "true" });
     host.append(this.card);
     this.still = document.createElement("canvas");
@@ -28,7 +29,7 @@ export class PlanPicture {
     [this.numbers, this.ofRank, this.groups, this.isStale] = [new Int32Array(), new Int32Array(), [], true];
     this.request = makeFrameLoop(() => this.draw());
     this.observer = new ResizeObserver(() => this.layOut());
-    this.observer.observe(host);
+    this.observer.observe(this.room);
     this.stopWatching = watchTheme(() => this.paint());
     this.listen();
   }
@@ -82,7 +83,7 @@ export class PlanPicture {
   }
 
   layOut(known = this.describeFocus()) {
-    const { clientWidth: width, clientHeight: height } = this.host;
+    const { clientWidth: width, clientHeight: height } = this.room;
     if (!width || !height || !this.size) return;
     this.scene = buildPlanScene(this.stages, readBlocks(this.numbers, this.copy), this.size);
     this.transform = fitPlanScene(this.scene, [width, height], MARGINS);

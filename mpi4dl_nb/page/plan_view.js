@@ -1,6 +1,6 @@
 // The configurator on the page: controls on the left, the picture of the plan in the middle, its gauges on the right.
 
-import { makeButton, makeElement } from "./elements.js";
+import { boundHeight, makeButton, makeElement } from "./elements.js";
 import { readIntegers } from "./numbers.js";
 import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
@@ -114,7 +114,9 @@ function renderPlan({ model, el }) {
   sender.serial = sender.answered = model.get("serial");
   parts.copies.addEventListener("change", () => picture.showCopy(Number(parts.copies.value)));
   for (const each of Object.values(show)) each();
+  const stop = boundHeight(parts.root, model, () => picture.layOut());
   return () => {
+    stop();
     for (const [name, observer] of observers) model.off(`change:${name}`, observer);
     picture.close();
   };

@@ -1,6 +1,6 @@
-// Paints each rank of a frame in its cell: its values as colours, with its halo tinted and hatched.
+// Paints each rank of a frame in its cell: its values as colours, what it borrows striped, and padding dotted.
 import { FONT, strokeCasedRectangle } from "./canvas.js";
-import { cutHalo, getCellHead, locateTile } from "./exchange_layout.js";
+import { getCellHead, locateTile, splitHalo } from "./exchange_layout.js";
 import { getDuration, readValues } from "./step_frames.js";
 
 const FADE_MS = 280;
@@ -84,32 +84,47 @@ export class RankPainter {
     if (image) context.drawImage(image, x, y, wide, high);
     context.globalAlpha = 1;
     const own = locateTile(place, panel.own);
-    this.tintHalo(place);
+    this.markHalo(place);
     context.strokeStyle = look.ink;
     context.lineWidth = state.moved ? 2 : 1;
     context.strokeRect(...own);
   }
 
-  /** Tint and hatch what a rank holds of its neighbours' pixels, or beyond the image. */
-  tintHalo(place) {
-    const { context, look } = this;
-    for (const tile of cutHalo(place.panel.held, place.panel.own)) {
+  /** Mark what a rank holds beside its own pixels: stripes on what it borrows, dots on grey beyond the image. */
+  markHalo(place) {
+    const { context, look } = this, { borrowed, padding } = splitHalo(place.panel, place.group.size);
+    const mark = (tile, ground, draw) => {
       const [left, top, width, height] = locateTile(place, tile);
       context.save();
       context.beginPath();
       context.rect(left, top, width, height);
       context.clip();
-      context.fillStyle = look.tint;
+      context.fillStyle = ground;
       context.fillRect(left, top, width, height);
-      context.strokeStyle = look.hatch;
-      context.lineWidth = 1;
-      context.beginPath();
-      for (let at = Math.floor((left + top) / 7) * 7; at < left + width + top + height; at += 7) {
-        context.moveTo(at - top, top);
-        context.lineTo(at - top - height, top + height);
-      }
-      context.stroke();
+      draw(left, top, width, height);
       context.restore();
+    };
+    for (const tile of borrowed) mark(tile, look.tint, (...place) => this.drawStripes(...place));
+    for (const tile of padding) mark(tile, look.padding, (...place) => this.drawDots(...place));
+  }
+
+  drawStripes(left, top, width, height) {
+    const { context, look } = this;
+    context.strokeStyle = look.hatch;
+    context.lineWidth = 1;
+    context.beginPath();
+    for (let at = Math.floor((left + top) / 7) * 7; at < left + width + top + height; at += 7) {
+      context.moveTo(at - top, top);
+      context.lineTo(at - top - height, top + height);
+    }
+    context.stroke();
+  }
+
+  drawDots(left, top, width, height) {
+    const { context, look } = this;
+    context.fillStyle = look.hatch;
+    for (let y = Math.ceil(top / 5) * 5; y < top + height; y += 5) {
+      for (let x = Math.ceil(left / 5) * 5; x < left + width; x += 5) context.fillRect(x, y, 1.5, 1.5);
     }
   }
 

@@ -6,6 +6,11 @@ export function isInside([top, left, bottom, right], row, col) {
   return row >= top && row < bottom && col >= left && col < right;
 }
 
+/** Return the rectangle that two have in common, which is empty if they have none. */
+export function intersectRectangles([a, b, c, d], [e, f, g, h]) {
+  return [Math.max(a, e), Math.max(b, f), Math.min(c, g), Math.min(d, h)];
+}
+
 /** Return the number of pixels in a rectangle. */
 export function countPixels([top, left, bottom, right]) {
   return Math.max(0, bottom - top) * Math.max(0, right - left);

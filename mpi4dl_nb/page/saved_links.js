@@ -22,7 +22,7 @@ function linkSame(models, same) {
 class Selection {
   constructor(models, { timed, ranks, layers, pictures }) {
     Object.assign(this, { ranks, layers, slicer: models[0], timeline: timed ? models[1] : undefined, memory: models.at(-1) });
-    this.pictures = pictures.map(([png, alt]) => ({ png: unpackBytes(png), alt }));
+    this.pictures = pictures.map(([png, alt, paper]) => ({ png: unpackBytes(png), alt, paper }));
     this.listen(this.slicer, ["layer", "tile"], () => this.followSlicer());
     if (this.timeline) this.listen(this.timeline, ["selected", "rank"], () => this.followTimeline());
   }
@@ -59,9 +59,7 @@ class Selection {
   }
 
   showMemory(rank) {
-    const { png, alt } = this.pictures[rank + 1];
-    this.memory.set("alt", alt);
-    this.memory.set("png", png);
+    for (const [name, value] of Object.entries(this.pictures[rank + 1])) this.memory.set(name, value);
   }
 }
 

@@ -14,7 +14,8 @@ const ARROW_STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], 
  * A canvas in `host` that shows a scene of `size` [width, height].
  *
  * `owner` has paint(context, scene), describe(x, y) -> lines for the tooltip, pick(x, y), press(key) -> whether it is
- * handled, getPixel() -> [width, height] of a step of the cursor in the scene, and settle() after the view has moved.
+ * handled, getPixel() -> [width, height] of a step of the cursor in the scene, leave() when nothing is looked at any more,
+ * and settle() after the view has moved.
  */
 export class Scene {
   constructor(host, size, label, owner) {
@@ -52,18 +53,30 @@ export class Scene {
     clearTimeout(this.settling);
   }
 
-  /** Follow the size of the host. The first size shows the whole scene. */
+  /** Follow the size of the host. The first size shows the whole scene, and what showed the whole still does. */
   resize() {
     const { clientWidth: width, clientHeight: height } = this.canvas.parentElement;
     if (!width || !height || (width === this.view[0] && height === this.view[1])) return;
-    const middle = this.transform && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
+    const middle = !this.isWhole && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
     this.view = [width, height];
     this.ratio = devicePixelRatio || 1;
     fitCanvas(this.canvas, width, height);
     if (middle) {
       const [x, y] = toScreen(this.transform, ...middle);
       this.transform = panBy(this.transform, width / 2 - x, height / 2 - y);
-    } else this.transform = this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
+    } else this.transform = !this.transform && this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
+    this.requestPaint();
+  }
+
+  /** The colour below the scene. It is read once for a theme: a style that is read in each frame is computed in each. */
+  get ground() {
+    this.groundColour ??= getComputedStyle(this.canvas.parentElement).backgroundColor;
+    return this.groundColour;
+  }
+
+  /** Take over the colours of another theme. */
+  recolour() {
+    this.groundColour = undefined;
     this.requestPaint();
   }
 
@@ -167,6 +180,7 @@ export class Scene {
   handleLeave(event) {
     if (this.pointers.size) return;
     if (event.type === "pointerleave" && document.activeElement === this.canvas && this.isByKeys) return;
+    if (this.cursor) this.owner.leave();
     this.cursor = null;
     this.isByKeys = false;
     this.tooltip.hide();

@@ -1,6 +1,6 @@
 // The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
 
-import { makeButton, makeElement, watchTheme } from "./elements.js";
+import { boundHeight, makeButton, makeElement, makeKeyHelp, watchTheme } from "./elements.js";
 import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
 import { clamp, readIntegers } from "./numbers.js";
@@ -8,12 +8,14 @@ import { PixelReader } from "./pixel_reader.js";
 import { TileCache } from "./pyramid.js";
 import { countPixels, scaleRectangle } from "./rectangles.js";
 import { Scene } from "./scene.js";
-import { describePlace, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
+import { SLICER_KEYS, describePlace, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
 import {
   findHalo, paintCursor, paintLabels, paintPicture, paintPrediction, paintScale, paintTiles, paintValues,
 } from "./slicing_paint.js";
 
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
+const FIELDS_WAIT = "Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.";
+const NO_FIELDS = "The outputs of this layer are no pixels, and have no receptive fields.";
 const READINGS = { layer: "this layer's halo", picture: "cumulative halo" };
 
 /** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
@@ -30,12 +32,14 @@ class SlicerView {
     const middle = makeElement("div", { class: "mpi4dl-middle" }, this.stage, this.words);
     this.trouble = makeElement("div", { class: "mpi4dl-trouble", role: "alert" });
     this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
-    this.root.append(this.makeToolbar(), this.trouble, middle, this.status);
+    this.root.append(this.makeToolbar(), middle, this.status);
     this.cache = new TileCache((tiles) => model.send({ tiles }));
     this.pixels = new PixelReader(this.cache);
     this.readFacts();
     const { rows, columns, name } = this.facts.picture;
-    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles; ${this.facts.help}`, this);
+    const keys = SLICER_KEYS.map((pair) => pair.join(": ")).join("; ");
+    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles. ${keys}`, this);
+    this.stage.append(this.trouble);
     this.observers = [
       ["change:facts change:numbers", () => this.readFacts()],
       ["change:layer change:tile change:reading change:fields", () => this.refresh()],
@@ -44,7 +48,7 @@ class SlicerView {
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
     this.observers.forEach(([events, observer]) => model.on(events, observer));
-    this.stopWatching = watchTheme(this.scene.requestPaint);
+    this.stops = [watchTheme(() => this.scene.recolour()), boundHeight(this.root, model, () => this.scene.resize())];
     if (this.facts.picture.saved) this.readPictures();
     else model.send({ pictures: true });
     this.refresh();
@@ -52,10 +56,11 @@ class SlicerView {
 
   close() {
     this.observers.forEach(([events, observer]) => this.model.off(events, observer));
-    this.stopWatching();
+    for (const stop of this.stops) stop();
     this.scene.close();
     this.strip.close();
     clearTimeout(this.saving);
+    clearTimeout(this.saying);
   }
 
   makeToolbar() {
@@ -75,6 +80,7 @@ class SlicerView {
     }
     this.switches.overlaid = add("predicted map", () => this.set("overlaid", !this.model.get("overlaid")), "key o");
     this.switches.fields = add("receptive fields", () => this.set("fields", !this.model.get("fields")), "key f");
+    bar.append(makeKeyHelp(this.stage, SLICER_KEYS));
     return bar;
   }
 
@@ -149,7 +155,7 @@ class SlicerView {
   /** Show the model's layer, tile and reading in all parts. */
   refresh() {
     const { table, tile, facts, reading } = this;
-    this.title.textContent = table.facts.title;
+    this.title.textContent = this.title.title = table.facts.title;
     this.strip.box.hidden = !facts.net.length;
     this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
     for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
@@ -160,7 +166,15 @@ class SlicerView {
     if (facts.prediction && this.model.get("overlaid")) lists.unshift(makeClassList(facts.prediction.classes));
     this.words.replaceChildren(...lines, ...lists);
     if (this.scene.cursor) this.scene.lookAt(...this.scene.cursor); // what is there may be another pixel now
+    else this.leave();
     this.scene.requestPaint();
+  }
+
+  /** Return the status line while no pixel is pointed at: the layer, and what receptive fields wait for. */
+  describeView() {
+    const { facts } = this.table;
+    if (!this.model.get("fields")) return facts.title;
+    return facts.operator && facts.out_rows ? `${facts.title}. ${FIELDS_WAIT}` : `${facts.title}. ${NO_FIELDS}`;
   }
 
   // What the scene asks of its owner.
@@ -197,17 +211,28 @@ class SlicerView {
   }
 
   describe(x, y) {
-    if (!this.isInside(x, y)) return [];
+    if (!this.isInside(x, y)) {
+      this.leave();
+      return [];
+    }
     const [pixel, out] = this.findPixels(x, y), at = [Math.floor(y), Math.floor(x)];
     const lines = describePlace(this.facts.picture, this.table, { at, values: this.pixels.read(...at), pixel, out });
-    this.say(lines.join("; "));
+    this.sayLater(() => lines.join("; "));
     return lines;
   }
 
+  /** No pixel is looked at any more: the status line tells of the layer again. */
+  leave() {
+    this.sayLater(() => this.describeView());
+  }
+
   /** Announce a text once nothing else has been said for a moment. */
-  say(text) {
+  sayLater(word) {
     clearTimeout(this.saying);
-    this.saying = setTimeout(() => { this.status.textContent = text; }, 250);
+    this.saying = setTimeout(() => {
+      const text = word();
+      if (this.status.textContent !== text) this.status.textContent = this.status.title = text;
+    }, 250);
   }
 
   getPixel() {
@@ -240,7 +265,7 @@ class SlicerView {
   showSeam() {
     const [own, , pieces] = findHalo(this.table, this.tile, "layer", this.scene.size);
     if (!pieces.length) {
-      this.say(`Tile ${this.tile} borrows nothing at this layer.`);
+      this.sayLater(() => `Tile ${this.tile} borrows nothing at this layer.`);
       return;
     }
     const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));

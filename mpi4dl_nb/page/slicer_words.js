@@ -7,6 +7,14 @@ import { chooseTileColour } from "./halo_shapes.js";
 const WHOLE_READING = "Shown: all pixels of the picture that its outputs read through windows. Grey: all others.";
 const LAYER_READING = "Tinted in the owner's colour: what it borrows. Grey: what it does not need.";
 
+/** What the pointer and the keys do on the picture. */
+export const SLICER_KEYS = [
+  ["drag", "move the picture"], ["wheel, + −", "zoom"], ["0", "the whole picture"], ["click, t T", "choose a tile"],
+  ["pointer, arrows", "from pixel to pixel: who owns it, who borrows it"], ["[ ]", "choose a layer"],
+  ["h", "the halo from close by"], ["c", "this layer's halo, or the cumulative one"], ["f", "receptive fields"],
+  ["o", "the predicted map"],
+];
+
 /** Return the lines about a tile at a layer; `remarks` are those on the tiles of each stage. */
 export function listTileLines(table, tile, reading, remarks) {
   const { facts } = table, shown = reading === "picture" ? WHOLE_READING : LAYER_READING;

@@ -5,7 +5,7 @@ import { DARK, FONT, WHITE } from "./canvas.js";
 import { chooseScaleBar } from "./format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
-import { countPixels, scaleRectangle } from "./rectangles.js";
+import { countPixels, intersectRectangles, scaleRectangle } from "./rectangles.js";
 import { getVisible } from "./transform.js";
 
 const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn
@@ -15,7 +15,7 @@ const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale ba
 /** Paint the tiles that the view wants, coarser ones in place of those that have not come yet, and return them. */
 export function paintPicture(context, scene, picture, cache, preview) {
   const { transform, view, ratio, size } = scene;
-  context.fillStyle = getComputedStyle(scene.canvas.parentElement).backgroundColor;
+  context.fillStyle = scene.ground;
   context.fillRect(0, 0, ...view);
   context.imageSmoothingEnabled = transform.scale < 1;
   if (preview) context.drawImage(preview, transform.x, transform.y, size[0] * transform.scale, size[1] * transform.scale);
@@ -77,8 +77,7 @@ export function findHalo(table, tile, reading, size) {
   const pieces = [];
   for (let source = 0; source < table.tiles; source += 1) {
     const other = scaleRectangle(table.getOwned(source), down, across);
-    const rectangle = [Math.max(seen[0], other[0]), Math.max(seen[1], other[1]),
-      Math.min(seen[2], other[2]), Math.min(seen[3], other[3])];
+    const rectangle = intersectRectangles(seen, other);
     if (source !== tile && countPixels(rectangle) > 0) pieces.push({ source, rectangle });
   }
   return [own, seen, pieces];

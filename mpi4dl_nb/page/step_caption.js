@@ -12,11 +12,16 @@ export function makeCaption({ title, span, gradient, panels }, palettes) {
   const ranks = panels.map((each) => each.rank);
   const few = ranks.length < 9 ? ranks.join(", ") : `${ranks[0]} … ${ranks.at(-1)}`;
   const who = makeElement("span", { class: "mpi4dl-faint", text: `${ranks.length > 1 ? "ranks" : "rank"} ${few} ` });
-  return makeElement("div", {}, who, makeElement("b", { text: title[0] }), ` ${title.slice(1).join(", ")}`, scale);
+  const words = ` ${title.slice(1).join(", ")}`;
+  const text = makeElement("span", { class: "mpi4dl-step-words", title: `${who.textContent}${title[0]}${words}` },
+    who, makeElement("b", { text: title[0] }), words);
+  return makeElement("div", {}, text, scale);
 }
 
 /** Return the colours of the theme in which `element` is shown, light or dark. */
 export function readLook(element) {
   // What a rank borrows lies on values of any colour, not on the paper.
-  return { ...readColours(element), tint: "rgb(255 255 255 / 32%)", hatch: "rgb(0 0 0 / 60%)" };
+  return {
+    ...readColours(element), tint: "rgb(255 255 255 / 32%)", padding: "rgb(190 190 190 / 75%)", hatch: "rgb(0 0 0 / 60%)",
+  };
 }

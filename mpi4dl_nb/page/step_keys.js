@@ -1,5 +1,12 @@
 // The keys of a debugged step: those that go through the record, and those with which the ranks go on.
 
+/** The keys with which the record is looked at. */
+export const RECORD_KEYS = [
+  ["← →", "back and forward in the record; at its end, → is the next instruction on the ranks"],
+  ["Home End", "the first, the newest frame"], ["PageUp PageDown", "ten frames"], ["space", "play or pause"],
+  ["[ ]", "which message"], ["Shift + arrows", "from pixel to pixel"],
+];
+
 const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 /** Return the action of each key. `turn(by)` chooses another message; the keys that `model` accepts go to the ranks. */

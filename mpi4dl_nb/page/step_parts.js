@@ -1,8 +1,11 @@
 // The elements of a debugged step, with their roles and names.
-import { makeElement } from "./elements.js";
+import { makeElement, makeKeyHelp } from "./elements.js";
 
-/** Return the elements by name: `stage` has the keys, `words` describe it, and `status` is read out when it changes. */
-export function makeStepParts(controls, strips, table, tip) {
+/**
+ * Return the elements by name: `stage` has the `keys`, listed behind "?", `words` describe it, and `status` is read out
+ * when it changes.
+ */
+export function makeStepParts(controls, strips, table, keys) {
   const canvas = makeElement("canvas", { "aria-hidden": "true" });
   const caption = makeElement("div", { class: "mpi4dl-step-caption" });
   const id = `mpi4dl-${Math.random().toString(36).slice(2)}`;
@@ -13,9 +16,11 @@ export function makeStepParts(controls, strips, table, tip) {
     "aria-describedby": id, "data-lm-suppress-shortcuts": "true",
   }, canvas);
   const scene = makeElement("div", { class: "mpi4dl-step-scene" }, stage, strips.element);
-  const keys = makeElement("details", { class: "mpi4dl-faint" },
-    makeElement("summary", { text: "Keys" }), makeElement("p", { text: `${tip}. Shift and an arrow: the values.` }));
+  const leftOut = makeElement("p", { class: "mpi4dl-left-out" },
+    "This cell is too narrow for the numbers of a message, the schedule and the memory of the ranks",
+    makeElement("span", { class: "mpi4dl-narrowest", text: ", and what they do next" }), ".");
   const root = makeElement("div", { class: "mpi4dl-page mpi4dl-stepper" },
-    controls.element, caption, scene, table.element, keys, words, status);
+    controls.element, caption, scene, leftOut, table.element, words, status);
+  controls.bar.append(makeKeyHelp(stage, keys));
   return { canvas, caption, words, status, stage, scene, root };
 }

@@ -54,6 +54,12 @@ export class StepPlayer {
     this.seek(this.index - 1);
   }
 
+  /** Show the next recorded frame, if there is one. */
+  forward() {
+    this.pause();
+    this.seek(this.index + 1, this.recorded);
+  }
+
   /** Show the frame of an index, or the nearest one. */
   seek(index, moves = false) {
     const wanted = clamp(index, 0, this.store.last);

@@ -15,7 +15,7 @@ export class StepTable {
       return makeElement("span", { class: "mpi4dl-look" }, swatch, setup.looks[look].name);
     });
     const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
-    const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text })));
+    const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text, title: text })));
     const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
     const told = {
       class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks",
@@ -55,10 +55,16 @@ export class StepTable {
       marker.style.left = `${(100 * rank.time) / length}%`;
       lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done`);
       for (const [cell, text, words] of [[did, rank.did, rank.didWords], [next, rank.next, rank.nextWords]]) {
-        cell.textContent = text;
+        setText(cell, text);
         cell.title = words;
       }
-      memory.textContent = rank.memory;
+      setText(memory, rank.memory);
+      memory.title = rank.memory;
     });
   }
+}
+
+// A text that is set again is laid out again: most cells stay as they are from frame to frame.
+function setText(cell, text) {
+  if (cell.textContent !== text) cell.textContent = text;
 }

@@ -1,6 +1,8 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "./canvas.js";
-import { makeFrameLoop, prefersReducedMotion, Tooltip, watchTheme } from "./elements.js";
+import {
+  boundHeight, makeFrameLoop, prefersReducedMotion, readHeightLimit, Tooltip, watchTheme,
+} from "./elements.js";
 import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
@@ -9,13 +11,15 @@ import { isInside } from "./rectangles.js";
 import { makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
 import { FrameStore, getDuration } from "./step_frames.js";
-import { handleStepKey, makeKeyActions } from "./step_keys.js";
+import { RECORD_KEYS, handleStepKey, makeKeyActions } from "./step_keys.js";
 import { makeStepParts } from "./step_parts.js";
 import { describePixel, movePixel } from "./step_pixels.js";
 import { StepPlayer } from "./step_player.js";
 import { StepTable } from "./step_table.js";
 
-const PAUSE_MS = 260, REST_MS = 1000, STRIPS_PX = 362, FLAT_PX = 320;
+const PAUSE_MS = 260, REST_MS = 1000, MOST_PX = 660, LEAST_PX = 200;
+const FRAME_PX = 20; // around the ranks' picture
+const STRIPS_PX = 362, FLAT_STRIPS_PX = 224, FLAT_PX = 320; // the numbers of a message, beside the ranks or below them
 
 /** The parts of the view, joined: the frames of `model` go to the player, and what it shows to all parts. */
 class StepperView {
@@ -30,10 +34,13 @@ class StepperView {
     });
     this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))));
     this.actions = makeKeyActions(this.player, model, (by) => this.turn(by));
-    this.controls = new StepControls(this.player);
+    const runs = model.get("runs");
+    this.controls = new StepControls(this.player, runs, (key) => this.actions[key]());
     this.strips = new MessageStrips(this.painter.palettes, (index) => this.choose(index));
     this.table = new StepTable(this.setup);
-    Object.assign(this, makeStepParts(this.controls, this.strips, this.table, model.get("tip")));
+    const keys = [...runs.map(([key, , does]) => [key, does]), ...(runs.length ? [["g", "gradient or activation"]] : [])];
+    Object.assign(this, makeStepParts(this.controls, this.strips, this.table, [...keys, ...RECORD_KEYS]));
+    this.caption.style.setProperty("--lines", clamp(this.setup.boxes.length, 1, 3));
     this.tooltip = new Tooltip(this.stage);
     Object.assign(this, { focus: 0, progress: 1 });
     this.request = makeFrameLoop(() => this.paint());
@@ -43,8 +50,9 @@ class StepperView {
     this.stage.addEventListener("pointerleave", () => this.point(null));
     this.stage.addEventListener("click", (event) => this.chooseAt(event));
     this.observer = new ResizeObserver(() => this.resize());
-    this.observer.observe(this.stage);
-    this.stopWatching = watchTheme(() => this.resize());
+    this.observer.observe(this.root);
+    this.stops = [watchTheme(() => this.resize()), boundHeight(this.root, model, () => this.resize())];
+    this.controls.showTrouble(model.get("trouble"));
     this.connect();
     this.take();
     if (!this.setup.saved) model.send({ newest: true });
@@ -57,6 +65,7 @@ class StepperView {
       ["change:meta", () => this.take()],
       ["change:focus", () => { if (!this.player.recorded) this.setFocus(model.get("focus")); }],
       ["change:alt", () => this.tellAlt()],
+      ["change:trouble", () => this.controls.showTrouble(model.get("trouble"))],
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
     this.listeners.forEach(([name, act]) => model.on(name, act));
@@ -65,7 +74,7 @@ class StepperView {
   close() {
     this.listeners.forEach(([name, act]) => this.model.off(name, act));
     this.observer.disconnect();
-    this.stopWatching();
+    for (const stop of this.stops) stop();
     this.request.cancel();
     clearTimeout(this.timer);
     clearTimeout(this.resting);
@@ -87,7 +96,8 @@ class StepperView {
     if (content.history) this.player.takeHistory(content.history, buffers);
     if (content.refused) {
       this.player.refuse();
-      this.status.textContent = content.refused;
+      if (this.model.get("unavailable")) this.status.textContent = content.refused;
+      else this.controls.showTrouble(content.refused);
     }
     if (content.answered) this.player.answer(content.answered);
   }
@@ -138,22 +148,33 @@ class StepperView {
   }
 
   resize() {
+    this.measure();
     this.arrange();
     if (this.placed) this.painter.setFrame(this.frame, this.placed, false);  // the page may have been hidden until now
     this.request();
   }
 
+  /** Measure the room of the ranks. All other parts have a height of their own, whatever a frame has to say. */
+  measure() {
+    const style = getComputedStyle(this.root);
+    this.wide = this.root.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    this.room = readHeightLimit(this.root) - this.root.scrollHeight + this.scene.offsetHeight;
+    this.hasNumbers = getComputedStyle(this.strips.element).display !== "none";
+    this.look = readLook(this.root);
+  }
+
   arrange() {
-    if (!this.root.clientWidth || !this.frame) return;
-    const most = clamp(0.54 * innerHeight, 420, 660);
+    if (!(this.wide > 0) || !this.frame) return;
+    const { setup, room, wide, hasNumbers } = this, most = clamp(room - FRAME_PX, LEAST_PX, MOST_PX);
     // Beside the numbers a row of many stages would be low: it gets the whole width, and the numbers lie below it.
-    const beside = placeRanks(this.setup, this.root.clientWidth - STRIPS_PX - 24, most);
-    this.scene.classList.toggle("mpi4dl-flat", beside.high < FLAT_PX);
-    const wide = this.stage.clientWidth;
-    this.layout = placeRanks(this.setup, wide - 24, most);
+    const beside = hasNumbers ? placeRanks(setup, wide - STRIPS_PX - 24, most) : null;
+    const isFlat = !beside || beside.high < Math.min(FLAT_PX, 0.75 * most), below = hasNumbers ? FLAT_STRIPS_PX : 0;
+    this.scene.classList.toggle("mpi4dl-flat", isFlat);
+    this.layout = isFlat ? placeRanks(setup, wide - 26, clamp(room - FRAME_PX - below, LEAST_PX, MOST_PX)) : beside;
+    this.stageWide = (isFlat ? wide : wide - STRIPS_PX) - 2;
+    this.strips.element.style.height = isFlat ? "" : `${this.layout.high + 2}px`;
     for (const each of [...this.layout.boxes, ...this.layout.cells]) each[0] += 12;
     this.placed = placePanels(this.frame.meta, this.layout.cells);
-    this.look = readLook(this.root);
   }
 
   paint() {
@@ -165,8 +186,8 @@ class StepperView {
       const lasts = getDuration(this.frame.meta) / this.player.speed;
       this.progress = Math.min(1, (performance.now() - this.started) / lasts);
     }
-    const [wide, high] = [this.stage.clientWidth, this.layout.high], context = fitCanvas(this.canvas, wide, high);
-    context.clearRect(0, 0, wide, high);
+    const context = fitCanvas(this.canvas, this.stageWide, this.layout.high);
+    context.clearRect(0, 0, this.stageWide, this.layout.high);
     this.painter.paint(context, this.layout, this.progress, this.focus, this.look, this.cursor);
     this.controls.update();
     this.controls.paint(this.look);
@@ -213,7 +234,7 @@ class StepperView {
 
   /** Choose the message whose pixels were clicked on its target, or else on its source. */
   chooseAt(event) {
-    this.stage.focus();
+    this.stage.focus({ preventScroll: true });
     const found = findPixel(this.placed ?? [], ...this.locate(event));
     if (!found) return;
     const hits = (side) => this.frame.meta.messages.findIndex(

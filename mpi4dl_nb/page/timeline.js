@@ -1,20 +1,24 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
 import { fitCanvas } from "./canvas.js";
-import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours, watchTheme } from "./elements.js";
+import {
+  Tooltip, boundHeight, makeElement, makeFrameLoop, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit,
+  watchTheme,
+} from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
 import { formatDuration } from "./format.js";
 import { Strips } from "./strips.js";
 import { drawTimeline } from "./timeline_draw.js";
-import { handleTimelineKey, listenToPointer } from "./timeline_input.js";
+import { TIMELINE_KEYS, handleTimelineKey, listenToPointer } from "./timeline_input.js";
+import { describeLeftOut } from "./timeline_layout.js";
 import { drawMarks } from "./timeline_marks.js";
 import { TimelineOverview, getOverviewHeight } from "./timeline_overview.js";
 import { describeTimeline, fillLegend, fillShares, makeTimelineParts } from "./timeline_parts.js";
 import { TimelineScene } from "./timeline_scene.js";
 
 const GLIDE_MS = 140;
-const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: below.";
+const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: the button ?.";
 
 /** Show a timeline in `el` and keep it in step with the model. Return a function that removes it. */
 function render({ model, el }) {
@@ -24,16 +28,17 @@ function render({ model, el }) {
 
 class TimelinePage {
   constructor(model, el) {
-    Object.assign(this, { model, el, glide: null });
+    Object.assign(this, { model, glide: null, root: makeElement("div", { class: "mpi4dl-page mpi4dl-timeline" }) });
     const all = () => ({ start: 0, end: this.scene.seconds });
     this.parts = makeTimelineParts({
       zoomIn: () => this.show(this.scene.zoom(2), true), zoomOut: () => this.show(this.scene.zoom(1 / 2), true),
       showAll: () => this.show(all(), true), goBack: () => this.choose(this.scene.findMatch(-1)),
       goOn: () => this.choose(this.scene.findMatch(1)),
     });
-    const { title, shares, tools, room, status, legend, keys, canvas, overview } = this.parts;
-    el.classList.add("mpi4dl-page", "mpi4dl-timeline");
-    el.replaceChildren(title, shares, tools, room, status, legend, keys);
+    const { title, shares, tools, room, leftOut, status, legend, canvas, overview } = this.parts;
+    tools.append(makeKeyHelp(room, TIMELINE_KEYS));
+    this.root.append(title, shares, tools, room, leftOut, status, legend);
+    el.replaceChildren(this.root);
     this.tooltip = new Tooltip(room);
     this.overview = new TimelineOverview(overview);
     this.redraw = makeFrameLoop(() => this.draw());
@@ -44,7 +49,8 @@ class TimelinePage {
     for (const [events, observer] of this.observers) model.on(events, observer);
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(room);
-    this.stops = [listenToPointer(canvas, this), this.overview.listen(this), watchTheme(() => this.recolour())];
+    this.stops = [listenToPointer(canvas, this), this.overview.listen(this), watchTheme(() => this.recolour()),
+      boundHeight(this.root, model, () => this.resize())];
     this.listenToKeys();
   }
 
@@ -87,7 +93,7 @@ class TimelinePage {
 
   /** Take over the page's colours, which may be those of another theme now. */
   recolour() {
-    this.theme = readColours(this.el);
+    this.theme = readColours(this.root);
     fillShares(this.parts.shares, this.scene.words, this.theme);
     this.fillLegend();
     this.overview.forget();
@@ -99,10 +105,13 @@ class TimelinePage {
   }
 
   resize() {
-    const width = this.parts.room.clientWidth, { scene } = this, ratio = devicePixelRatio || 1;
+    const { scene, parts } = this, width = parts.room.clientWidth, ratio = devicePixelRatio || 1;
     if (!width) return;
     this.recolour();
+    // The rows take what the other parts leave of the height; the line below them depends on the width only.
     scene.resize(width);
+    parts.leftOut.textContent = describeLeftOut(scene.layout);
+    scene.resize(width, readHeightLimit(this.root) - this.root.scrollHeight + parts.stack.offsetHeight);
     scene.pixelRatio = ratio;
     fitCanvas(this.parts.canvas, width, scene.layout.height);
     fitCanvas(this.parts.marks, width, scene.layout.height);

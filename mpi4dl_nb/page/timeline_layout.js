@@ -5,10 +5,13 @@ import { clamp } from "./numbers.js";
 const TALL = { work: 22, messages: 16, predicted: 8, gap: 7 };
 const LOW = { work: 12, messages: 8, predicted: 4, gap: 4 };
 const MANY = 12; // ranks; more have lower rows, as in the figure
-const MOST_PX = 620;
+const MOST_PX = 620, LEAST_PX = 120;
 
-/** Return the layout of `rows` rows on a canvas of `width` px. `lanes` are the top and height of a row's lanes. */
-export function makeTimelineLayout(rows, hasPredicted, width) {
+/**
+ * Return the layout of `rows` rows on a canvas of `width` px, at most `most` px high. `lanes` are the top and height of
+ * a row's lanes.
+ */
+export function makeTimelineLayout(rows, hasPredicted, width, most = MOST_PX) {
   const size = rows <= MANY ? TALL : LOW;
   const left = width < 640 ? 64 : 148, right = width < 760 ? 0 : 178, ruler = 26;
   const lanes = [{ top: size.gap, height: size.work }];
@@ -19,7 +22,7 @@ export function makeTimelineLayout(rows, hasPredicted, width) {
   const content = rows * rowHeight;
   return {
     rows, left, right, ruler, lanes, rowHeight, content, width, small: size === LOW,
-    plot: Math.max(width - left - right, 40), height: Math.min(ruler + content, MOST_PX) + 1,
+    plot: Math.max(width - left - right, 40), height: Math.min(ruler + content, clamp(most, LEAST_PX, MOST_PX)) + 1,
   };
 }
 
@@ -43,4 +46,11 @@ export function revealRow(layout, scroll, row) {
   const room = layout.height - layout.ruler - 1;
   const least = (row + 1) * layout.rowHeight - room, most = row * layout.rowHeight;
   return clamp(scroll, Math.max(least, 0), Math.min(most, getScrollLimit(layout)));
+}
+
+/** Return what a timeline leaves out on a canvas as narrow as this; nothing if it shows all. */
+export function describeLeftOut({ left, right }) {
+  if (right) return "";
+  const roles = left < 100 ? ", and its stage and tile" : "";
+  return `This cell is too narrow for the shares of each rank's time${roles}: point at an event, or make it wider.`;
 }

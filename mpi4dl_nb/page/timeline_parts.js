@@ -1,9 +1,8 @@
-// The elements of a timeline beside its canvas: title, shares of the time, search, buttons, legend and list of keys.
+// The elements of a timeline beside its canvas: title, shares of the time, search, buttons and legend.
 
 import { keepFocus, makeButton, makeElement } from "./elements.js";
 import { formatShare } from "./format.js";
 import { makeSwatch } from "./textures.js";
-import { TIMELINE_KEYS } from "./timeline_input.js";
 
 /** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn. */
 export function makeTimelineParts(actions) {
@@ -25,6 +24,7 @@ export function makeTimelineParts(actions) {
     }),
     marks: makeElement("canvas", { class: "mpi4dl-timeline-marks", "aria-hidden": "true" }),
     overview: makeElement("canvas", { class: "mpi4dl-overview", "aria-hidden": "true" }),
+    leftOut: makeElement("div", { class: "mpi4dl-timeline-left-out" }),
     status: makeElement("div", { class: "mpi4dl-timeline-status", role: "status", "aria-live": "polite" }),
     legend: makeElement("div", {
       class: "mpi4dl-legend", role: "group", "aria-label": "kinds: press one to search for it",
@@ -33,11 +33,8 @@ export function makeTimelineParts(actions) {
   parts.tools = makeElement("div", { class: "mpi4dl-timeline-tools" }, parts.search, ...parts.steppers, parts.count,
     makeElement("span", { class: "mpi4dl-gap" }), parts.shown, button("−", "zoom out", actions.zoomOut),
     button("+", "zoom in", actions.zoomIn), button("All", "show all of the step", actions.showAll));
-  parts.room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview,
-    makeElement("div", { class: "mpi4dl-timeline-stack" }, parts.canvas, parts.marks));
-  parts.keys = makeElement("details", { class: "mpi4dl-keys" }, makeElement("summary", { text: "Keys" }),
-    makeElement("dl", {}, ...TIMELINE_KEYS.map(([key, text]) => makeElement("div", {},
-      makeElement("dt", { text: key }), makeElement("dd", { text })))));
+  parts.stack = makeElement("div", { class: "mpi4dl-timeline-stack" }, parts.canvas, parts.marks);
+  parts.room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview, parts.stack);
   return parts;
 }
 

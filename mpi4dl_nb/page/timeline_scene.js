@@ -21,9 +21,9 @@ export class TimelineScene {
     this.matchCount = 0;
   }
 
-  /** Lay out for a canvas of `width` px. */
-  resize(width) {
-    this.layout = makeTimelineLayout(this.lanes.length, this.words.counts.length > 1, width);
+  /** Lay out for a canvas of `width` px, at most `most` px high. */
+  resize(width, most) {
+    this.layout = makeTimelineLayout(this.lanes.length, this.words.counts.length > 1, width, most);
     this.scroll = Math.min(this.scroll, getScrollLimit(this.layout));
   }
 

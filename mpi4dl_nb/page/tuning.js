@@ -1,6 +1,6 @@
 // Plans in a chart of time against memory, to choose one of and to measure it: the view of the widget TuningView.
 
-import { Tooltip, makeButton, makeElement, makeSvg } from "./elements.js";
+import { Tooltip, boundHeight, makeButton, makeElement, makeSvg, readHeightLimit } from "./elements.js";
 import { formatBytes, formatDuration } from "./format.js";
 import { clamp } from "./numbers.js";
 import {
@@ -8,7 +8,7 @@ import {
   traceFront,
 } from "./tuning_layout.js";
 
-const REACH_PX = 16;
+const REACH_PX = 16, LEGEND_PX = 70;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
@@ -20,8 +20,7 @@ function render({ model, el }) {
 
 class TuningPage {
   constructor(model, el) {
-    Object.assign(this, { model, el, marked: -1 });
-    el.classList.add("mpi4dl-page", "mpi4dl-tuning");
+    Object.assign(this, { model, marked: -1, root: makeElement("div", { class: "mpi4dl-page mpi4dl-tuning" }) });
     this.chart = makeSvg("svg", {
       class: "mpi4dl-tuning-chart", tabindex: 0, role: "application", "aria-roledescription": "chart of plans",
       "data-lm-suppress-shortcuts": "true",
@@ -35,8 +34,9 @@ class TuningPage {
     this.legend = makeElement("div", { class: "mpi4dl-tuning-legend" });
     this.side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": CHOSEN },
       this.name, this.facts, this.measure);
-    el.replaceChildren(makeElement("div", { class: "mpi4dl-tuning-main" },
+    this.root.append(makeElement("div", { class: "mpi4dl-tuning-main" },
       makeElement("div", {}, this.room, this.legend), this.side), this.status);
+    el.replaceChildren(this.root);
     this.tooltip = new Tooltip(this.room);
     this.draw = () => this.drawChart();
     this.follow = () => this.mark(this.chosen);
@@ -46,7 +46,7 @@ class TuningPage {
     this.sizes = new ResizeObserver(this.draw);
     this.sizes.observe(this.room);
     this.listen();
-    this.drawChart();
+    this.stop = boundHeight(this.root, model, this.draw);
   }
 
   close() {
@@ -54,6 +54,7 @@ class TuningPage {
     this.model.off("change:chosen", this.follow);
     this.model.off("change:busy", this.follow);
     this.sizes.disconnect();
+    this.stop();
   }
 
   get points() {
@@ -68,7 +69,7 @@ class TuningPage {
   drawChart() {
     const words = this.model.get("words"), width = this.room.clientWidth;
     if (!width || !this.points.length) return;
-    const height = clamp(width * 0.56, 300, 430);
+    const room = readHeightLimit(this.root) - LEGEND_PX, height = clamp(width * 0.56, 200, clamp(room, 200, 430));
     this.layout = layOutPoints(words.points, words.rank_bytes, width, height);
     Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` }).forEach(([name, value]) =>
       this.chart.setAttribute(name, value));
@@ -95,13 +96,14 @@ class TuningPage {
     }
     parts.push(text("memory of the fullest rank", inner.left + inner.width / 2, bottom + 38, "middle"),
       text("time for an image: lower is faster", 6, 14, "start"));
+    const isExceeded = this.points.some((each) => each.bytes > limit);
     if (limit && limit <= across.high) {
       const [x] = place(down.low, limit), right = inner.left + inner.width;
       const inside = right - x > 150, beyond = { x, y: inner.top, width: right - x, height: inner.height };
       parts.push(makeSvg("rect", { class: "mpi4dl-tuning-beyond", ...beyond }),
-        makeSvg("path", { class: "mpi4dl-tuning-limit", d: `M${x} ${inner.top}V${bottom}` }),
+        makeSvg("path", { class: `mpi4dl-tuning-limit${isExceeded ? " exceeded" : ""}`, d: `M${x} ${inner.top}V${bottom}` }),
         text(`a rank may hold ${formatBytes(limit)}`, inside ? x + 6 : x - 6, inner.top + 14, inside ? "start" : "end",
-          { class: "mpi4dl-tuning-limit-text" }));
+          { class: `mpi4dl-tuning-limit-text${isExceeded ? " exceeded" : ""}` }));
     }
     return parts;
   }

@@ -346,4 +346,5 @@ class StepDebugger(FactTable):
             transfer for rank_event in moved for transfer in find_transfers(rank_event.rank, rank_event.did)
         )
         loss = statistics.fmean(losses.values()) if losses else None
-        self.event = StepEvent(number, tuple(ranks), just_moved, now, now == self.order.ends, loss)
+        ran = tuple(stop - start for start, stop in zip(before, now, strict=True))
+        self.event = StepEvent(number, tuple(ranks), just_moved, now, now == self.order.ends, loss, ran)

@@ -18,7 +18,7 @@ from engines.program.schedule import PipelineAction, Schedule, Slot
 from engines.program.shards import Shard, ShardIndex, assemble_shards
 from engines.program.steps import StepCounts, StepLabel
 from engines.spatial.tiles import Move, Plane
-from engines.train.debug_step import ViewRequest, ViewResult
+from engines.train.debug_step import SumResult, ViewRequest, ViewResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,10 @@ class RankEvent(FactTable):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepEvent(FactTable):
-    """All ranks after advance `number` of the step. `loss` is the mean of the losses known so far."""
+    """All ranks after advance `number` of the step, in which each rank `ran` so many instructions.
+
+    `loss` is the mean of the losses known so far.
+    """
 
     number: int
     ranks: tuple[RankEvent, ...]
@@ -85,6 +88,7 @@ class StepEvent(FactTable):
     places: StepCounts
     done: bool
     loss: float | None
+    ran: StepCounts
 
     @property
     def caption(self) -> str:
@@ -141,7 +145,10 @@ class PanelGroup:
 
 @dataclass(frozen=True, repr=False)
 class StepView(FactTable):
-    """One channel of one image on all ranks, and the effects of the last messages, to be drawn."""
+    """One channel of one image on all ranks, and the effects of the last messages, to be drawn.
+
+    `sums` holds for each rank the first numbers of its last sum over ranks; None if it has just done something else.
+    """
 
     event: StepEvent
     panels: tuple[RankPanel, ...]
@@ -149,6 +156,7 @@ class StepView(FactTable):
     channel: int
     image: int
     schedule: Schedule
+    sums: tuple[SumResult | None, ...]
 
     caption = "View of a debugged step"
 
@@ -291,10 +299,10 @@ class StepInspector:
         asked = [self._choose_target(rank, show) for rank in event.ranks]
         answers = self.ask("view", [(target.make_request(channel, image, bound_px),) for target in asked])
         triples = zip(event.ranks, asked, answers, strict=True)
-        panels = tuple(target.make_panel(rank, seen, image) for rank, target, (seen, _) in triples)
+        panels = tuple(target.make_panel(rank, seen, image) for rank, target, (seen, *_) in triples)
         # The messages of the last instructions, each with its effect on the rank that received it. A rank tells of no
         # effect if the value is gone by now.
-        effects = [landed for _, landed in answers]
+        effects = [landed for _, landed, _ in answers]
         landed = tuple(
             (
                 sent,
@@ -305,7 +313,8 @@ class StepInspector:
             )
             for sent in event.transfers
         )
-        return StepView(event, panels, landed, channel, image, self.schedule)
+        sums = tuple(summed for _, _, summed in answers)
+        return StepView(event, panels, landed, channel, image, self.schedule, sums)
 
     def _choose_target(self, rank: RankEvent, show: str) -> _ViewTarget:
         did = rank.did

@@ -61,7 +61,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
     `knobs` holds the knob of each option by name; `image_px` and `batch` are those of the images: rows of pixels, and
     images in a batch. The button starts `cluster` (one over MPI if none is given) with the number of ranks that the
     plan needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a
-    `Machine` or the name of a known one.
+    `Machine` or the name of a known one. `max_height` is in px, by default that of the window.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Configurator, Plan
@@ -84,6 +84,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         device: str = "auto",
         machine: Machine | str | None = None,
         optimiser: Optimiser = sgd,
+        max_height: int | None = None,
     ) -> None:
         self.cluster = cluster
         known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
@@ -110,6 +111,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self._plan, self._foreseen, self._rank_trouble = plan, "", ""
         self._starts = self._doing = self._wrong = ""  # status texts of a start, of other work, and of an error
         self.view = PlanView(list(self.machines), self.set_texts, self.start.click)
+        self.view.max_height = max_height
         super().__init__([self.view])
         self._handle_change("")
         call_after_cells(self._follow_cluster)

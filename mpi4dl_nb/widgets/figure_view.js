@@ -1,14 +1,17 @@
 // An image with alt text, which the kernel replaces.
 function render({ model, el }) {
-  const image = document.createElement("img");
+  const [frame, image, night] = ["div", "img", "i"].map((name) => document.createElement(name));
+  frame.className = "mpi4dl-drawing";
   image.className = "mpi4dl-figure";
-  el.append(image);
+  frame.append(image, night);
+  el.append(frame);
 
   let url = "";
   const show = () => {
     URL.revokeObjectURL(url);
     url = URL.createObjectURL(new Blob([model.get("png")], { type: "image/png" }));
     image.src = url;
+    night.style.clipPath = model.get("paper");
   };
   const describe = () => {
     image.alt = model.get("alt");
@@ -16,10 +19,10 @@ function render({ model, el }) {
   };
   show();
   describe();
-  model.on("change:png", show);
+  model.on("change:png change:paper", show);
   model.on("change:alt change:tip", describe);
   return () => {
-    model.off("change:png", show);
+    model.off("change:png change:paper", show);
     model.off("change:alt change:tip", describe);
     URL.revokeObjectURL(url);
   };

@@ -55,12 +55,16 @@ class RangeBar(PageView):
 BOX_STYLE = {"description_width": "initial"}
 
 
+def _make_layout(width: str | None) -> dict[str, str | None]:
+    return {"width": width, "max_width": "100%"}  # of a cell that may be narrower
+
+
 def make_bounded_int(
     label: str, value: int, low: int, high: int, tip: str = "", width: str | None = None
 ) -> ipywidgets.BoundedIntText:
     """Create a box for an integer from `low` to `high`, to type or to step with the arrow keys."""
     return ipywidgets.BoundedIntText(
-        value, min=low, max=high, description=label, tooltip=tip, style=BOX_STYLE, layout={"width": width}
+        value, min=low, max=high, description=label, tooltip=tip, style=BOX_STYLE, layout=_make_layout(width)
     )
 
 
@@ -69,14 +73,14 @@ def make_dropdown(
 ) -> ipywidgets.Dropdown:
     """Create a menu with one of `options` selected."""
     return ipywidgets.Dropdown(
-        options=options, value=value, description=label, tooltip=tip, style=BOX_STYLE, layout={"width": width}
+        options=options, value=value, description=label, tooltip=tip, style=BOX_STYLE, layout=_make_layout(width)
     )
 
 
 def make_checkbox(label: str, value: bool = False, tip: str = "", width: str | None = None) -> ipywidgets.Checkbox:
     """Create a labelled checkbox."""
     return ipywidgets.Checkbox(
-        value, description=label, tooltip=tip, indent=False, style=BOX_STYLE, layout={"width": width}
+        value, description=label, tooltip=tip, indent=False, style=BOX_STYLE, layout=_make_layout(width)
     )
 
 
@@ -130,11 +134,15 @@ class ErrorAlert(ipywidgets.HTML):
 
 
 class FigureView(PageView):
-    """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is."""
+    """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is.
+
+    `paper` is what a dark theme darkens of it.
+    """
 
     _esm = read_code("figure_view.js")
-    _css = read_style("figure_view.css")
+    _css = read_style("drawing.css", "figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
+    paper = traitlets.Unicode("").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
     tip = traitlets.Unicode("").tag(sync=True)
 
@@ -147,6 +155,7 @@ class FigureView(PageView):
         self.figure = figure
         with self.hold_sync():  # one message, so that a screen reader never has the text of another figure
             self.png, self.alt = figure.to_png(), figure.alt
+            self.paper = figure.outline_paper()
 
 
 STILL = "mpi4dl-still"  # class name, also in page.css

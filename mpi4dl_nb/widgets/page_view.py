@@ -9,6 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from engines.errors import PlanError
 from mpi4dl_nb.widgets.saved_view import SavedView
 
 State = Mapping[str, Any]
@@ -83,3 +84,24 @@ class PageView(anywidget.AnyWidget):
                 request.answer(value)
             else:
                 self.send({"refused": f"The page has asked for {name} that this view does not have."})
+
+
+MIN_HEIGHT_PX = 200
+
+
+class BoundedView(PageView):
+    """A view that is at most `max_height` px high, or as high as the window if that is None.
+
+    What does not fit is drawn smaller, or scrolls inside the view. Raises PlanError for less than `MIN_HEIGHT_PX`.
+    """
+
+    max_height = traitlets.Int(None, allow_none=True).tag(sync=True)
+
+    @traitlets.validate("max_height")
+    def _check_height(self, proposal: Any) -> int | None:
+        if proposal["value"] is not None and proposal["value"] < MIN_HEIGHT_PX:
+            raise PlanError(
+                f"max_height={proposal['value']} px is too low for a view. Give {MIN_HEIGHT_PX} or more, or None for "
+                "the height of the window."
+            )
+        return proposal["value"]

@@ -13,7 +13,7 @@ from engines.errors import Mpi4dlError
 from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 
 IMAGE_PX, BATCH, MACHINE = "image_px", "batch", "machine"
 SIDES_PX = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
@@ -125,7 +125,7 @@ def are_settings(texts: object) -> bool:
     return True
 
 
-class PlanView(PageView):
+class PlanView(BoundedView):
     """The page's part of a configurator: controls on the left, the picture of the plan, and its gauges.
 
     `on_set(texts)` takes what a user has set, by name; `on_start()` is the button. Everything that a hover shows is on

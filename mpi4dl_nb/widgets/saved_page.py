@@ -151,8 +151,9 @@ def _format_part(part: SavedPart, still: str, codes: Sequence[str]) -> str:
     if not part.views:
         return f'<section class="mpi4dl-saved-figure">{part.html}{remarks}</section>'
     packed = _pack({"views": [_describe_view(view, codes) for view in part.views], "links": part.links})
+    views = "mpi4dl-saved-views mpi4dl-saved-beside" if part.is_side_by_side else "mpi4dl-saved-views"
     return (
-        f'<section class="mpi4dl-saved-part">{still}<div class="mpi4dl-saved-views"></div>{remarks}'
+        f'<section class="mpi4dl-saved-part">{still}<div class="{views}"></div>{remarks}'
         f'<script type="application/gzip">{packed}</script></section>'
     )
 

@@ -48,24 +48,19 @@ from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import NOT_SAVED, PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
 
 MIN_PICTURE_BYTES = 400_000
 """Enough for the coarsest level of any picture, exact pixels included."""
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
-HELP = (
-    "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
-    "Keys on the picture: + - 0 zoom, arrows move from pixel to pixel, t and T choose a tile, [ and ] a layer, "
-    "h the halo from close by, c the cumulative halo, f receptive fields, o a predicted map."
-)
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 SEEN = ["place", "picked", "layer", "tile", "reading", "fields", "facts"]
 """What the figure of a slicer depends on: traits of its view."""
 COMPILING = "Compiling the ranks' programs ..."
 
 
-class SlicerView(PageView):
+class SlicerView(BoundedView):
     """The part of a slicer that the page draws. It has all numbers of all layers; only tissue is fetched, by tile.
 
     `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
@@ -158,7 +153,8 @@ class Slicer(PageWidget):
     fusion. Layer and tile can be set by code as well (`slicer.layer.value = 3`), and `figure` is what is seen, drawn by
     `show_slicing`. `prediction` is a predicted map of classes, shown over the picture; its place and `class_names` are
     those of `show_prediction`. A notebook that is saved contains a readable picture and the file's name; not so with
-    `save_picture=False`, where only a running kernel shows them. Raises PlanError, TraceError or ImageError.
+    `save_picture=False`, where only a running kernel shows them. `max_height` is in px, by default that of the window.
+    Raises PlanError, TraceError or ImageError.
 
     >>> from engines.images.sample_data import immunohistochemistry
     >>> from engines.models import resnet20_v1
@@ -179,6 +175,7 @@ class Slicer(PageWidget):
         prediction: PredictedMap | None = None,
         class_names: Sequence[str] | None = None,
         save_picture: bool = True,
+        max_height: int | None = None,
     ) -> None:
         self.save_picture = save_picture
         self._plan, self.rasters = plan, RasterCache(open_image(image))
@@ -198,11 +195,12 @@ class Slicer(PageWidget):
         self.together = make_dropdown("layers fused", counts, together, width="12em")
         self.note = ipywidgets.HTML()
         of_model = [self.fused_halos, self.together] if self._layers else []
-        help_line = ipywidgets.HTML(f'<div style="max-width: 90em; line-height: 1.4">{escape(HELP)}</div>')
-        controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW), help_line]
+        controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW)]
         self.points: tuple[HaloPoint, ...] = ()
         self._drawn: tuple[Any, Drawing] | None = None
+        self._compiled: dict[int | str | None, tuple[tuple[HaloPoint, ...], dict[str, Any], bytes]] = {}
         super().__init__(controls, self._make_view())
+        self.view.max_height = max_height
         self._compile()
         self.view.tile = choose_borrower(self.points[0])
         for name in ("layer", "tile"):
@@ -220,7 +218,7 @@ class Slicer(PageWidget):
         view = self.view.save_pictures(picture_bytes)
         finest = view.values["facts"]["picture"].get("finest")
         missing = NOT_SAVED if finest is None else describe_level(finest)
-        return SavedPart([view], remarks=[HELP, *filter(None, [missing])])
+        return SavedPart([view], remarks=[missing] if missing else [])
 
     @property
     def plan(self) -> Plan:
@@ -266,32 +264,37 @@ class Slicer(PageWidget):
             self._compile()
 
     def _compile(self) -> None:
-        """Find the layers under the selected fusion and give the page all their numbers."""
+        """Give the page all layers under the selected fusion: at once if they have been found before."""
         self.together.disabled = not self.fused_halos.value
-        points: tuple[HaloPoint, ...] = ()
-        if self._layers is not None:
+        if self._together not in self._compiled:
             self.note.value = f'<span role="status">{escape(COMPILING)}</span>'  # it may take seconds
             try:
-                points = self._layers.select_points(self._together)
+                self._compiled[self._together] = self._find_points()
             finally:
                 self.note.value = ""
-        self.points = points or tuple(
-            make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
-        )
+        self.points, facts, numbers = self._compiled[self._together]
         last = _get_last(self.points)
         self.view.layer = min(self.view.layer, last)
         self.layer.max = last
         self._handle_layer()
+        with self.view.hold_sync():
+            self.view.facts, self.view.numbers = facts, numbers
+
+    def _find_points(self) -> tuple[tuple[HaloPoint, ...], dict[str, Any], bytes]:
+        """Return the layers under the selected fusion, and what the page has of them: facts and numbers."""
+        points = self._layers.select_points(self._together) if self._layers else ()
+        points = points or tuple(
+            make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
+        )
         picture = self._named
-        tables = build_layer_tables(picture, self._layers, self.points)
+        tables = build_layer_tables(picture, self._layers, points)
         rows, cols = picture.shape()
-        of_stage = {point.stage: point for point in self.points}
+        of_stage = {point.stage: point for point in points}
         facts: dict[str, Any] = {
             "layers": tables.facts,
-            "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
+            "net": describe_net(self._layers.graph, self._plan, points) if self._layers else [],
             "words": tables.numbers.size,
             "colours": TILE_COLOURS,
-            "help": HELP,
             "remarks": {  # on each tile of a layer, the same for all layers of its stage
                 str(stage): [self._describe_fusion(point, tile) for tile in range(point.ranks.grid.tiles)]
                 for stage, point in of_stage.items()
@@ -306,8 +309,7 @@ class Slicer(PageWidget):
             },
             "prediction": self.prediction.describe() if self.prediction else None,
         }
-        with self.view.hold_sync():
-            self.view.facts, self.view.numbers = cut_words(facts), tables.numbers.tobytes()
+        return points, cut_words(facts), tables.numbers.tobytes()
 
     def _handle_layer(self, _change: Any = None) -> None:
         """Limit the tile to those of the layer's stage. The pixel that was picked is one of another layer."""

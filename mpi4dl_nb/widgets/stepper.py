@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,9 +26,9 @@ from mpi4dl_nb.draw.step_frame import (
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
-from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
+from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 from mpi4dl_nb.widgets.saved_frame import FRAME_RECORD_BYTES
 from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
 
@@ -35,25 +36,27 @@ ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
 SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))
 PHASES = (ANY, "forward", "backward", "update")
-TIP = (
-    "With the picture focused: n one instruction, l one layer, m one micro-batch's pass, p all forward or all back, "
-    "b to the breakpoint, f finish the step, r restart it, g gradient or activation; left and right arrow: back and "
-    "step through what was recorded, Home and End: its ends, space: play or pause, [ and ]: which message"
+RUNS = (
+    ("n", "Instruction", "one instruction"),
+    ("l", "Layer", "to the end of the layer"),
+    ("m", "Micro-batch", "to the end of a micro-batch's pass through a stage"),
+    ("p", "Phase", "all forward, all back, or the update"),
+    ("b", "To breakpoint", "until an instruction of all that is chosen below is done"),
+    ("f", "Finish", "the rest of the step at full speed; weights move at the end"),
+    ("r", "Restart", "from the beginning of the step; nothing has changed"),
 )
-RECORD_TIP = (
-    "With the picture focused: left and right arrow: back and step through what was recorded, Home and End: its ends, "
-    "space: play or pause, [ and ]: which message"
-)
-MICRO_BATCH_TIP = "To the end of a micro-batch's pass through a stage"
-BREAKPOINT_TIP = "Until an instruction of all that is chosen below is done"
+GRADIENT = "g"
+RECORDED = 256
+"""The most instructions of a walk that are recorded one by one; more run at once first, and the page says so."""
 
 
-class StepScene(PageView):
+class StepScene(BoundedView):
     """The ranks of a debugged step, animated, with a record of its frames.
 
-    `on_key(key)` handles the keys in `accepts`, `on_focus(index)` a message that was chosen on the page, and
-    `on_rest()` is called when nothing has happened on the page for a second. `list_frames` returns the frames for a
-    page that is opened later.
+    `runs` lists what the ranks can run, each as its key, its name, and what it does. `on_key(key)` handles the keys in
+    `accepts`, `on_focus(index)` a message that was chosen on the page, and `on_rest()` is called when nothing has
+    happened on the page for a second. `trouble` is what was refused, shown in the place of the title. `list_frames`
+    returns the frames for a page that is opened later.
     """
 
     _esm = join_modules("stepper_view.js")
@@ -64,21 +67,23 @@ class StepScene(PageView):
     values = traitlets.Bytes(b"").tag(sync=True)
     focus = traitlets.Int(0).tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
+    runs = traitlets.List().tag(sync=True)
     accepts = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    tip = traitlets.Unicode("").tag(sync=True)
+    trouble = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
         self,
         setup: dict[str, Any],
-        keys: Sequence[str],
+        runs: Sequence[tuple[str, str, str]],
         on_key: Callable[[str], None],
         on_focus: Callable[[int], None],
         on_rest: Callable[[], None],
-        tip: str,
         is_saved: bool,
+        max_height: int | None,
     ) -> None:
+        keys = [*(key for key, _, _ in runs), GRADIENT]
         setup = setup | {"saved": is_saved}
-        super().__init__(setup=setup, palettes=make_palettes(), accepts=list(keys), tip=tip)
+        super().__init__(setup=setup, palettes=make_palettes(), runs=list(runs), accepts=keys, max_height=max_height)
         self.list_frames: Callable[[], Sequence[StepFrame]] = tuple
         self.rules = PageRules(
             requests={
@@ -116,7 +121,7 @@ class StepScene(PageView):
         history = {"history": [frame.meta for frame in frames]}, [frame.values for frame in frames]
         saved = self.save_view()
         answers = {"history": {make_key(True): history}, "rest": {make_key(True): ({}, ())}}
-        return replace(saved, values=saved.values | first | {"accepts": [], "tip": RECORD_TIP}, answers=answers)
+        return replace(saved, values=saved.values | first | {"accepts": [], "runs": [], "trouble": ""}, answers=answers)
 
     def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
         try:
@@ -130,9 +135,11 @@ class Stepper(PageWidget):
     """A training step of a batch, executed in small units on the ranks: see `StepDebugger`.
 
     The page draws all ranks and what moves between them, and keeps a record of every instruction that has run: going
-    back in it undoes nothing on the ranks. `finish` runs at full speed, and is recorded as one instruction.
+    back in it undoes nothing on the ranks. What runs at full speed, as *Finish* does, is one frame of the record, which
+    says how many instructions it stands for.
 
     A notebook that is saved contains the values of the last frame, of the images too; not so with `save_picture=False`.
+    `max_height` is in px, by default that of the window.
 
     `stepping` can be advanced from cells as well; `refresh()` then shows its position. `close()` abandons the step.
     Raises ImageError for a wrong shape or label.
@@ -151,7 +158,15 @@ class Stepper(PageWidget):
     frame_px = 960
     stepping: StepDebugger | None = None  # until the batch is accepted
 
-    def __init__(self, training: Training, images: Any, labels: Any, *, save_picture: bool = True) -> None:
+    def __init__(
+        self,
+        training: Training,
+        images: Any,
+        labels: Any,
+        *,
+        save_picture: bool = True,
+        max_height: int | None = None,
+    ) -> None:
         self.save_picture = save_picture
         self.stepping = training.stepping(images, labels)
         self.record = StepRecord()
@@ -168,38 +183,33 @@ class Stepper(PageWidget):
         self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
         moved = "Of the messages that have just moved, whose values are shown"
         self.message = make_dropdown("Message", [("none", 0)], 0, moved, "31em")
-        offered: dict[str, tuple[Callable[[], object], str, str]] = {
-            "n": (partial(self._go, "instruction"), "Instruction (n)", "One instruction"),
-            "l": (partial(self._go, "layer"), "Layer (l)", "To the end of the layer"),
-            "m": (partial(self._go, "micro-batch"), "Micro-batch (m)", MICRO_BATCH_TIP),
-            "p": (partial(self._go, "phase"), "Phase (p)", "All forward, all back, or the update"),
-            "b": (self._run_to_breakpoint, "To breakpoint (b)", BREAKPOINT_TIP),
-            "f": (self._finish, "Finish the step (f)", "The rest at full speed; weights move at the end"),
-            "r": (self._restart, "Restart (r)", "From the beginning of the step; nothing has changed"),
-        }
-        self._actions = {key: action for key, (action, _, _) in offered.items()}
-        self.buttons = {
-            key: make_button(name, partial(self._handle_key, key), tip) for key, (_, name, tip) in offered.items()
+        self._actions: dict[str, Callable[[], object]] = {
+            "n": partial(self._go, "instruction"),
+            "l": partial(self._go, "layer"),
+            "m": partial(self._go, "micro-batch"),
+            "p": partial(self._go, "phase"),
+            "b": self._run_to_breakpoint,
+            "f": self._finish,
+            "r": self._restart,
         }
         rows = [
-            [self.of, *self.buttons.values()],
-            [self.kind, self.phase, self.rank, self.layer],
-            [self.show, self.channel, self.image],
-            [self.message],
+            [self.of, self.kind, self.phase, self.rank, self.layer],
+            [self.show, self.channel, self.image, self.message],
         ]
         boxes = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
         self.view = StepScene(
             describe_scene(self.stepping),
-            [*offered, "g"],
+            RUNS,
             self._handle_key,
             self._focus_message,
             self._rest,
-            TIP,
             save_picture,
+            max_height,
         )
         self.view.list_frames = lambda: self.record.frames
-        super().__init__(boxes[:1], self.view)
-        self.children = (*self.children, *boxes[1:])  # what is set less often stands below the picture
+        super().__init__([], self.view)
+        self.children = (*self.children, *boxes)  # what is set less often stands below the picture
+        self.trouble.layout.display = "none"  # the view shows it, in a place that is free for it
         for control in (self.show, self.channel, self.image):
             control.observe(lambda _: self.refresh(), "value")
         self.message.observe(lambda _: self._show_focus(), "value")
@@ -238,13 +248,14 @@ class Stepper(PageWidget):
         """Run the rest of the step instruction by instruction, so that the record has a frame of each."""
         while not self.stepping.done:
             self._walk(self.stepping.find_unit_end("instruction", None))
+        self._rest()
 
     def _run_to_breakpoint(self) -> None:
         wanted = {"layer": self.layer, "rank": self.rank, "kind": self.kind, "phase": self.phase}
         self._walk(self.stepping.find_breakpoint(**{name: _parse_choice(control) for name, control in wanted.items()}))
 
     def _walk(self, target: StepCounts) -> None:
-        for _ in self.stepping.walk_to(target):
+        for _ in self.stepping.walk_to(target, RECORDED):
             self._draw()
 
     def _finish(self) -> None:
@@ -255,8 +266,15 @@ class Stepper(PageWidget):
         self.stepping.restart()
         self._draw()
 
+    @contextmanager
+    def show_errors(self) -> Iterator[None]:
+        """Show an error of the body in the view, in the place of its title, until the next body without one."""
+        with super().show_errors():
+            yield
+        self.view.trouble = self.trouble.text
+
     def _handle_key(self, key: str) -> None:
-        if key == "g":
+        if key == GRADIENT:
             self.show.value = "activation" if self.show.value == "gradient" else "gradient"
             return
         with self.show_errors():

@@ -16,11 +16,11 @@ from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.timeline_rows import make_timeline_rows
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import PageRules, PageView
+from mpi4dl_nb.widgets.page_view import BoundedView, PageRules
 from mpi4dl_nb.widgets.saved_view import SavedPart
 
 
-class TimelineView(StillFigure, PageView):
+class TimelineView(StillFigure, BoundedView):
     """A training step on all ranks, to zoom into: a row per rank, with its work above its messages and waiting.
 
     The wheel zooms at the pointer, dragging moves, and a click selects an event; by keyboard: w, s, a, d, the arrow
@@ -28,8 +28,9 @@ class TimelineView(StillFigure, PageView):
     `predicted` to take, whose bars lie thin below the measured ones. A text box searches for layers and kinds.
     `plan` adds each rank's stage and tile. `layers` is the module of each instruction, by its name; a training's own
     timeline knows its plan and layers. `selected` is the place of an event in `timeline.events`, -1 for none, and
-    `rank` that of the event or of the chosen row. `show_timeline` draws the same as a figure. Raises PlanError if it
-    does, and if `predicted` has ranks that were not measured.
+    `rank` that of the event or of the chosen row. `max_height` is in px, by default that of the window.
+    `show_timeline` draws the same as a figure. Raises PlanError if it does, and if `predicted` has ranks that were not
+    measured.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, TimelineView, forecast
@@ -56,8 +57,10 @@ class TimelineView(StillFigure, PageView):
         plan: Plan | None = None,
         predicted: Timeline | None = None,
         layers: Mapping[str, str] | None = None,
+        *,
+        max_height: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(max_height=max_height)
         self._serials = count(1)
         self.rules = PageRules(
             settable={

@@ -27,7 +27,7 @@ from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import PageRules, PageView, Request
+from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, PageView, Request
 from mpi4dl_nb.widgets.saved_view import SavedPart
 
 # The plans, as a chart of points and as a table in which one row is selected, by mouse or by the arrow keys.
@@ -53,7 +53,7 @@ class ChoiceTable(PageView):
         )
 
 
-class TuningView(PageView):
+class TuningView(BoundedView):
     """A chart of plans by time and memory; `chosen` is the plan, as text, that is selected and described beside it.
 
     `on_choose(plan)` is called when the page selects a plan, and `on_measure(plan)` when it asks to measure one; not
@@ -94,7 +94,8 @@ class Tuner(PageWidget):
     memory, and a dashed line is the memory that a rank may use, `rank_bytes`. `explanation` is the prediction for each
     kind of parallelism. The menu "the best has" orders the plans `by` "speed" or "memory", as in `tune`; `by="memory"`
     from the start also predicts every plan with recomputation. With `neutral_batch`, the speed is that of updates of so
-    many images. Without a browser, use `measure_best()`, `choose(plan)` and `order.value`.
+    many images. `max_height` of the chart is in px, by default that of the window. Without a browser, use
+    `measure_best()`, `choose(plan)` and `order.value`.
     Raises PlanError or TraceError if no plan can run, and RankError if the cluster is not started.
 
     >>> from engines.models import resnet20_v1
@@ -120,6 +121,7 @@ class Tuner(PageWidget):
         progress: bool = True,
         neutral_batch: int | None = None,
         by: str = "speed",
+        max_height: int | None = None,
     ) -> None:
         check_order(by)
         self.neutral_batch = neutral_batch
@@ -144,6 +146,7 @@ class Tuner(PageWidget):
         self.order = make_dropdown("the best has", orders, by, "what the plans are ordered by", "24em")
         line = ipywidgets.HBox([self.order, self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
         super().__init__([line, self.status], TuningView(self._pick, self._measure_plan, self._knows))
+        self.view.max_height = max_height
         self.children = (*self.children, self.why, self.rows)
         ipywidgets.link((self.rows, "chosen"), (self.view, "chosen"))
         self.candidates: tuple[Candidate, ...] = ()

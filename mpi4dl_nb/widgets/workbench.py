@@ -47,15 +47,19 @@ class Selection(traitlets.HasTraits):
         return proposal["value"]
 
 
-class Workbench(StillFigure, ipywidgets.VBox):
-    """A training's image, network, timeline and memory, one above the other: `Workbench(training, image)`.
+COLUMNS = "repeat(auto-fit, minmax(min(100%, 470px), 1fr))"
+"""Two columns where both have room, so that a selection in one view is seen in the others; otherwise one."""
+
+
+class Workbench(StillFigure, ipywidgets.GridBox):
+    """A training's image and network, and beside them its timeline and memory: `Workbench(training, image)`.
 
     They have one `selection`: a bar chosen in the timeline lights up its tile on the image and its rank's memory, and a
     tile chosen on the image leads to its rank in the timeline. `image` is shown in tiles, and must have the size of the
     training's images. The timeline is that of the last step; `refresh()` takes over a newer one, and a plan that was
     loaded since, for which the panes are made anew. `slicer`, `timeline` (None before the first step) and `memory` are
-    the panes, each of which can also be used alone. `save_picture` is as for a `Slicer`.
-    Raises ImageError or PlanError.
+    the panes, each of which can also be used alone. `save_picture` is as for a `Slicer`, and so is the `max_height` of
+    each pane. Raises ImageError or PlanError.
 
     >>> import torch
     >>> from engines.models import resnet20_v1
@@ -70,13 +74,17 @@ class Workbench(StillFigure, ipywidgets.VBox):
     3
     """
 
-    def __init__(self, training: Training, image: Source, *, save_picture: bool = True) -> None:
+    def __init__(
+        self, training: Training, image: Source, *, save_picture: bool = True, max_height: int | None = None
+    ) -> None:
         self.training, self.selection, self.save_picture = training, Selection(), save_picture
+        self._max_height = max_height
         self._following = False
         self.slicer: Slicer | None = None
         self.timeline: TimelineView | None = None
         self.memory = FigureView(tip="memory of the selected rank through a step")
-        super().__init__()
+        self._beside = ipywidgets.VBox()
+        super().__init__(layout={"grid_template_columns": COLUMNS, "grid_gap": "12px", "align_items": "flex-start"})
         self._take_over_plan(image)
         self.selection.observe(self._show_selection)
         self.refresh()
@@ -96,14 +104,17 @@ class Workbench(StillFigure, ipywidgets.VBox):
             "timed": bool(timeline),
             "ranks": [point.ranks.ranks for point in points],
             "layers": [find_layer_of(points, names.get(event.name, ""), -1) for event in events],
-            "pictures": [(base64.b64encode(figure.to_png()).decode(), figure.alt) for figure in memory],
+            "pictures": [
+                (base64.b64encode(figure.to_png()).decode(), figure.alt, figure.outline_paper()) for figure in memory
+            ],
         }
         views = [*part.views, *timeline, self.memory.save_view()]
-        return SavedPart(views, remarks=part.remarks, links={"selection": selection})
+        return SavedPart(views, remarks=part.remarks, links={"selection": selection}, is_side_by_side=True)
 
     def _take_over_plan(self, image: Source) -> None:
         """Make the slicer for the training's plan, in place of the panes of another plan."""
-        slicer = Slicer(image, self.training.plan, self.training.recipe, save_picture=self.save_picture)
+        kept = {"save_picture": self.save_picture, "max_height": self._max_height}
+        slicer = Slicer(image, self.training.plan, self.training.recipe, **kept)
         for pane in filter(None, (self.slicer, self.timeline)):
             pane.close()
         self.slicer, self.timeline, self._recipe = slicer, None, self.training.recipe
@@ -121,12 +132,13 @@ class Workbench(StillFigure, ipywidgets.VBox):
             shown = self.training.timeline()
             self.selection.counts["event"] = len(shown.events)
             if self.timeline is None:
-                self.timeline = TimelineView(shown)
+                self.timeline = TimelineView(shown, max_height=self._max_height)
                 self.timeline.observe(self._follow_timeline, ["selected", "rank"])
             else:
                 self.timeline.show(shown)
         self._draw_memory()
-        self.children = [self.slicer, *([self.timeline] if self.timeline else []), self.memory]
+        self._beside.children = [*([self.timeline] if self.timeline else []), self.memory]
+        self.children = [self.slicer, self._beside]
 
     @contextmanager
     def _follow(self) -> Iterator[bool]:

@@ -75,6 +75,25 @@ def test_sums_are_told_with_their_ranks(stepping: StepDebugger):
     assert told["waits"]
 
 
+def test_a_sum_has_what_each_rank_held_before_and_the_sum_after(stepping: StepDebugger):
+    stepping.restart()
+    for phase in ("forward", "backward"):
+        stepping.until(kind="all-reduce", phase=phase)
+        frame = pack_frame(stepping.view(), "step")
+        values = np.frombuffer(frame.values, "<f4")
+        sums = [told for told in frame.meta["sums"] if told["waits"]]
+        assert sums, phase
+        for told in sums:
+            rows = {
+                side: [values[start : start + wide] for start, high, wide in (term[side] for term in told["terms"])]
+                for side in ("before", "after")
+            }
+            assert [term["rank"] for term in told["terms"]] == told["group"]
+            assert len(rows["before"][0]) == min(2, told["count"])
+            for after in rows["after"]:
+                assert after == pytest.approx(np.sum(rows["before"], axis=0), rel=1e-5, abs=1e-7)
+
+
 def test_ranks_are_placed_as_their_tiles_in_the_image(stepping: StepDebugger):
     scene = describe_scene(stepping)
     assert [box["title"] for box in scene["boxes"]] == ["stage 0", "stage 1"]

@@ -77,7 +77,7 @@ def test_a_halo_is_shown_with_its_values(stepping):
     width = landed.arrived.shape[1]
     middle = float(landed.arrived.flatten()[max(0, (width - 5) // 2)])
     assert f"{middle:.3g}" in text
-    assert "hatched: not the rank's own pixels" in text
+    assert "striped: borrowed pixels, dotted: padding" in text
     assert f"{middle:.4g}" in figure.alt
 
 

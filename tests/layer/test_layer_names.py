@@ -52,7 +52,7 @@ def test_a_layer_of_any_name_is_trained_saved_and_drawn(tmp_path, name):
         # No glyph is missing, no formula is parsed, and no room is used up: warnings are errors here.
         assert show_timeline(training.timeline(), PLAN).to_png()
         stepper = Stepper(training, images, labels)
-        stepper.buttons["l"].click()
+        stepper._handle_key("l")
         assert stepper.figure.to_png()
         longest = max(
             (word for text in list_texts(pack_frame(stepper._shown, "1").meta) for word in text.split()), key=len

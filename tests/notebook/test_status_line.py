@@ -11,6 +11,7 @@ import torch
 
 from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Plan, Training, capabilities, forecast, largest_image, scaling, status_line
+from mpi4dl_nb.launch import startup_monitor
 from mpi4dl_nb.status_line import show_status, with_status
 
 
@@ -46,6 +47,16 @@ def test_a_line_is_gone_however_the_wait_ends(page, kind):
     with pytest.raises(kind), show_status("Tracing ..."):
         raise kind
     assert page == ["Tracing ...", ""]
+
+
+def test_a_slow_start_is_told_by_a_line_that_is_gone_afterwards_and_not_as_an_error(page, capsys, monkeypatch):
+    monkeypatch.setattr(startup_monitor, "_SAY_S", 0.0)
+    start = startup_monitor.StartupMonitor(2, lambda: 0.1)
+    start.update(1, "Of 2 ranks only 1 have joined")
+    start.close()
+    assert page[0].startswith("The start takes longer than usual, and goes on. Of 2 ranks only 1 have joined after")
+    assert page[-1] == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_short_wait_shows_nothing(page):

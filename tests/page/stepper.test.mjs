@@ -2,7 +2,8 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import {
-  cutHalo, findMiddle, findPixel, locateMessage, locateTile, placePanels, placeRanks,
+  SIGN_PX, cutHalo, findMiddle, findPixel, getCellHead, locateMessage, locateTile, placePanels, placeRanks, placeSumSign,
+  splitHalo,
 } from "../../mpi4dl_nb/page/exchange_layout.js";
 import {
   bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
@@ -111,6 +112,36 @@ test("a halo is what is held around the own tile, each pixel once", () => {
   assert.deepEqual(cutHalo([0, 0, 4, 4], [0, 0, 4, 4]), []);
 });
 
+test("what is borrowed is told from padding: each pixel beside the own ones is one of both", () => {
+  const panel = { held: [-2, -1, 12, 11], own: [0, 0, 10, 8] }, size = [10, 12];
+  const { borrowed, padding } = splitHalo(panel, size), hits = (tiles, row, col) =>
+    tiles.filter((tile) => isInside(tile, row, col)).length;
+  for (let row = -2; row < 12; row++) {
+    for (let col = -1; col < 11; col++) {
+      const isOwn = isInside(panel.own, row, col), isInImage = isInside([0, 0, ...size], row, col);
+      assert.deepEqual([hits(borrowed, row, col), hits(padding, row, col)],
+        isOwn ? [0, 0] : isInImage ? [1, 0] : [0, 1], `${row} ${col}`);
+    }
+  }
+  assert.deepEqual(splitHalo({ held: [0, 0, 4, 6], own: [0, 0, 4, 3] }, []), { borrowed: [[0, 3, 4, 6]], padding: [] });
+});
+
+test("the sign of a sum lies on no rank's name", () => {
+  for (const [wide, most] of [[900, 430], [420, 300], [700, 260]]) {
+    const { cells } = placeRanks(SETUP, wide, most);
+    for (const ranks of [[0, 1, 2, 3], [0, 1], [0, 2], [4]]) {
+      for (const aside of [-23, 0, 23]) {
+        const [x, y] = placeSumSign(cells, ranks, aside);
+        for (const [left, top, width, height] of cells) {
+          const head = getCellHead([left, top, width, height]);
+          const apart = x + SIGN_PX <= left || x - SIGN_PX >= left + width || y + SIGN_PX <= top || y - SIGN_PX >= top + head;
+          assert.ok(!head || apart, `${wide} ${ranks} ${aside}`);
+        }
+      }
+    }
+  }
+});
+
 test("strips start at their owner and end at their target, all within the motion", () => {
   for (const count of [1, 4, 12]) {
     for (let index = 0; index < count; index++) {
@@ -207,6 +238,18 @@ function makePlayer() {
   player.take(makeFrame(0), BYTES);
   return { player, calls, store };
 }
+
+test("forward goes through the record only, and never asks the ranks", () => {
+  const { player, calls } = makePlayer();
+  player.go("n");
+  player.take(makeFrame(1), BYTES);
+  calls.length = 0;
+  player.forward();
+  assert.deepEqual(calls, []);
+  player.back();
+  player.forward();
+  assert.deepEqual(calls, [[0, false], [1, true]]);
+});
 
 test("a step at the newest frame asks the ranks, and back asks nobody", () => {
   const { player, calls } = makePlayer();

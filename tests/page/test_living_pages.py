@@ -207,12 +207,12 @@ def test_a_recorded_step_is_played(pages, open_page):
     badge = page.locator(".mpi4dl-badge")
     count = int(re.search(r"recorded: 1 of (\d+)", badge.inner_text())[1])
     assert count > 8
-    page.get_by_role("button", name="Step").click()
+    page.get_by_role("button", name="Forward").click()
     expect(badge).to_contain_text(f"recorded: 2 of {count}")
     page.locator(".mpi4dl-stage").focus()
     page.keyboard.press("End")
     expect(badge).to_have_text("newest")
-    expect(page.get_by_role("button", name="Step")).to_have_attribute("aria-disabled", "true")
+    expect(page.get_by_role("button", name="Forward")).to_have_attribute("aria-disabled", "true")
     page.keyboard.press("n")  # nothing runs behind the page
     page.keyboard.press("Home")
     page.keyboard.press(" ")
@@ -345,13 +345,25 @@ def test_a_page_by_the_command_line(folder, open_page, capsys):
     assert not (folder / "wrong.html").exists()
 
 
+@pytest.mark.parametrize(("width", "columns"), [(1240, 2), (800, 1)])
+def test_the_panes_of_a_workbench_stand_in_two_columns_where_both_have_room(pages, open_page, width: int, columns: int):
+    opened = open_page(pages["Workbench"], width=width)
+    panes = [opened.page.locator(f".mpi4dl-{name}").first.bounding_box() for name in ("slicer", "timeline", "drawing")]
+    assert len({round(pane["x"]) for pane in panes}) == columns
+    assert all(pane["height"] <= 900 for pane in panes)
+    assert panes[2]["y"] >= panes[1]["y"] + panes[1]["height"]
+    opened.check()
+
+
 def test_what_has_no_page_is_refused_and_no_file_is_written(folder, slicer):
     path = folder / "refused.html"
     with Cluster(1, backend="loopback") as cluster:
         training = Training(make_model(), Plan(split_size=1, spatial_size=0), cluster, (1, 3, 32, 32))
         batch = torch.rand(1, 3, 32, 32), torch.tensor([1])
         stepper = Stepper(training, *batch)
-        with pytest.raises(PlanError, match=r"The step has 0 of \d+ instructions done, .* Finish it first"):
+        with pytest.raises(
+            PlanError, match=r"The step has 0 of \d+ instructions done on each rank, .* Finish it first"
+        ):
             stepper.save_page(path)
         stepper.close()
         with pytest.raises(PlanError, match="This Stepper is closed"):

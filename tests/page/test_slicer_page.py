@@ -87,6 +87,48 @@ def test_beside_the_picture_no_pixel_is_framed(page):
     assert canvas.screenshot() == beside
 
 
+def test_the_status_line_follows_the_layer_and_says_what_receptive_fields_wait_for(page):
+    status, title = page.locator(".mpi4dl-status"), page.locator(".mpi4dl-title")
+    point_at(page, 0.25, 0.25)
+    expect(status).to_contain_text("owner: tile 0, rank 0")
+    page.mouse.move(0, 0)
+    expect(status).to_have_text(title.inner_text())
+    page.get_by_role("slider", name="layer").focus()
+    page.keyboard.press("PageUp")
+    expect(status).to_have_text(title.inner_text())
+    page.get_by_role("button", name="receptive fields").click()
+    expect(status).to_contain_text("Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.")
+    press(page, "ArrowLeft")
+    expect(status).not_to_contain_text("wait for a pixel")
+    expect(status).to_contain_text("the output here depends on")
+
+
+def test_every_box_of_the_strip_has_a_name_under_the_pointer(page, slicer):
+    named = """() => [...document.querySelectorAll('.mpi4dl-strip rect.slot')].map((slot) => {
+        const { left, top, width, height } = slot.getBoundingClientRect();
+        const under = (share) => document.elementFromPoint(left + width / 2, top + height * share);
+        return [0.2, 0.85].map((share) => under(share).closest('g')?.querySelector('title').textContent ?? '');
+    })"""
+    names = page.evaluate(named)
+    assert len(names) == len(slicer.view.facts["net"]) > 5
+    for shown, layer in zip(names, slicer.view.facts["net"], strict=True):
+        assert layer["name"]
+        assert all(text.startswith(f"{layer['name']}: {layer['channels']} channels") for text in shown)
+
+
+def test_keys_are_behind_one_button(page):
+    button, keys = page.get_by_role("button", name="Keys"), page.get_by_role("region", name="Keys")
+    assert not keys.is_visible()
+    button.focus()
+    page.keyboard.press("Enter")
+    assert keys.is_visible()
+    assert "receptive fields" in keys.inner_text()
+    assert button.get_attribute("aria-expanded") == "true"
+    page.keyboard.press("Escape")
+    assert not keys.is_visible()
+    assert page.evaluate("() => document.activeElement.textContent") == "?"
+
+
 def test_the_strip_scrubs_through_the_net(page, slicer):
     strip = page.get_by_role("slider", name="layer")
     strip.focus()

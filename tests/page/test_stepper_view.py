@@ -211,10 +211,56 @@ def test_play_runs_the_step_to_its_end(stepper: Stepper, page: PageHarness):
 def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, page: PageHarness):
     stepper.stepping.close()
     press(page, "n")
-    page.page.wait_for_function("document.querySelector('[role=status]').textContent.includes('restart()')")
+    page.page.wait_for_function("document.querySelector('[role=alert]').textContent.includes('restart()')")
+    assert not page.page.locator(".mpi4dl-step-title").is_visible()
     press(page, "r")
     assert page.page.evaluate(SHOWN) == "newest"
     assert stepper.trouble.text == ""
+
+
+def test_a_button_is_answered_at_once_however_long_the_ranks_take(page: PageHarness):
+    page.is_busy = True
+    button = page.page.get_by_role("group", name="Run on the ranks").get_by_role("button", name="Phase")
+    button.click()
+    page.settle(1)
+    assert page.page.evaluate(SHOWN) == "the ranks are running"
+    assert button.is_disabled()
+
+
+def test_buttons_that_run_and_those_that_look_are_told_apart(stepper: Stepper, page: PageHarness):
+    groups = {name: page.page.get_by_role("group", name=name) for name in ("Run on the ranks", "Look at the record")}
+    assert [each.inner_text() for each in groups["Run on the ranks"].get_by_role("button").all()] == [
+        "Instruction", "Layer", "Micro-batch", "Phase", "To breakpoint", "Finish", "Restart",
+    ]  # fmt: skip
+    places = stepper.stepping.event.places
+    groups["Run on the ranks"].get_by_role("button", name="Instruction").click()
+    page.page.wait_for_function(f"{SHOWN} === 'newest'")
+    wait_until(page, lambda: stepper.stepping.event.places > places)
+    wait_for_record(page, stepper)
+    places = stepper.stepping.event.places
+    forward, back = (groups["Look at the record"].get_by_role("button", name=name) for name in ("Forward", "Back"))
+    assert forward.is_disabled()
+    back.click()
+    assert page.page.evaluate(SHOWN) == "recorded: 1 of 2"
+    forward.click()
+    assert page.page.evaluate(SHOWN) == "newest"
+    assert stepper.stepping.event.places == places
+    colours = "(each) => getComputedStyle(each).backgroundColor"
+    run = groups["Run on the ranks"].get_by_role("button", name="Layer")
+    assert run.evaluate(colours) != back.evaluate(colours)
+
+
+def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Stepper, page: PageHarness):
+    go_to(stepper, "all-reduce", "forward")
+    page.settle(3)
+    table = page.page.locator(".mpi4dl-sum")
+    assert table.locator("thead").inner_text().strip("\n").split("\t") == ["", "before: the rank's own", "after: the sum"]
+    rows = [[float(text.replace("−", "-")) for text in row.locator("td").all_inner_texts()]
+            for row in table.locator("tbody tr").all()]  # fmt: skip
+    assert len(rows) == 4
+    for at in range(2):
+        total = sum(row[at] for row in rows)
+        assert all(row[at + 2] == pytest.approx(total, rel=0.02, abs=0.02) for row in rows)
 
 
 def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: PageHarness):
@@ -242,6 +288,7 @@ def test_the_picture_of_the_saved_page_is_drawn_when_the_page_rests(stepper: Ste
     wait_until(page, lambda: bool(updates))
     assert stepper.figure.alt == stepper.view.alt
     assert "<iframe" not in updates[-1], "the step is not finished"
+    assert updates[-1].startswith('<div class="mpi4dl-still">')
     stepper.close()
     assert "mpi4dl-still" not in updates[-1], "a closed stepper keeps its last picture where it is shown"
 

@@ -7,7 +7,7 @@ import { fillStrip } from "../../mpi4dl_nb/page/strips.js";
 import { pickInk } from "../../mpi4dl_nb/page/textures.js";
 import { labelEvent, makeLanes, makeRuns, matchPredicted, unpackEvents } from "../../mpi4dl_nb/page/timeline_data.js";
 import { handleTimelineKey, listenToPointer } from "../../mpi4dl_nb/page/timeline_input.js";
-import { findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "../../mpi4dl_nb/page/timeline_layout.js";
+import { describeLeftOut, findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "../../mpi4dl_nb/page/timeline_layout.js";
 import { dragWindow, findHandle, getWindow } from "../../mpi4dl_nb/page/timeline_overview.js";
 import { TimelineScene } from "../../mpi4dl_nb/page/timeline_scene.js";
 import {
@@ -192,6 +192,11 @@ test("a search finds layers, kinds, passes, labels and waiting, and all of its w
 
 test("a point is in a row and lane, and a row is scrolled into view", () => {
   const layout = makeTimelineLayout(40, true, 1000);
+  assert.ok(makeTimelineLayout(40, true, 1000, 300).height <= 301);
+  assert.ok(makeTimelineLayout(40, true, 1000, -50).height > 100, "a row can be seen, however low the window is");
+  assert.equal(describeLeftOut(layout), "");
+  assert.match(describeLeftOut(makeTimelineLayout(4, true, 700)), /shares of each rank's time:/);
+  assert.match(describeLeftOut(makeTimelineLayout(4, true, 320)), /shares of each rank's time, and its stage and tile/);
   assert.equal(findPlace(layout, 0, 500, 3).row, -1);
   const y = layout.ruler + 2 * layout.rowHeight + layout.lanes[1].top + 1;
   assert.deepEqual(findPlace(layout, 0, 500, y), { row: 2, lane: 1, beside: false });

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from engines.errors import PlanError
 from mpi4dl_nb import Cluster, Plan, Stepper, Training, show_step
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2", balance=(2, 1))
@@ -35,11 +36,10 @@ def moved(stepper: Stepper) -> list[bool]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("press", ["key", "button"])
-def test_every_key_and_button_does_what_its_name_says(stepper: Stepper, press: str):
+def test_every_key_does_what_its_name_says(stepper: Stepper):
     def act(key: str) -> None:
-        stepper.view._handle_event(None, {"key": key}, []) if press == "key" else stepper.buttons[key].click()
-        assert stepper.trouble.text == ""
+        stepper.view._handle_event(None, {"key": key}, [])
+        assert stepper.trouble.text == stepper.view.trouble == ""
 
     act("n")
     assert stepper.stepping.event.places == (1, 1, 0)
@@ -106,8 +106,9 @@ def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
     stepper._handle_key("f")
     stepper._handle_key("n")
     assert "restart" in stepper.trouble.text
+    assert stepper.view.trouble == stepper.trouble.text
     stepper._handle_key("r")
-    assert stepper.trouble.text == ""
+    assert stepper.trouble.text == stepper.view.trouble == ""
 
 
 def test_every_key_of_the_page_is_answered(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
@@ -170,9 +171,37 @@ def test_a_page_that_comes_later_is_sent_all_frames(stepper: Stepper, monkeypatc
 
 def test_every_control_has_a_label(stepper: Stepper):
     rows = [part for part in stepper.children if hasattr(part, "children")]
-    assert len(rows) == 4
+    assert len(rows) == 2
     for row in rows:
         for control in row.children:
             inner = control.children[0] if hasattr(control, "children") else control
             assert inner.description
-    assert "n one instruction" in stepper.view.tip
+    assert [key for key, _, _ in stepper.view.runs] == list("nlmpbfr")
+    assert all(name and does for _, name, does in stepper.view.runs)
+
+
+def test_what_runs_at_once_is_one_frame_that_says_so(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
+    ends = stepper.stepping.order.ends
+    stepper._handle_key("n")
+    assert [frame.meta["merged"] for frame in stepper.record.frames] == ["", ""]
+    stepper._handle_key("f")
+    ran = {end - start for start, end in zip((1, 1, 0), ends, strict=True)}
+    counts = f"{min(ran)} to {max(ran)}" if len(ran) > 1 else str(max(ran))
+    assert f"The last {counts} of them ran at once" in stepper.record.frames[-1].meta["merged"]
+    stepper._handle_key("r")
+    monkeypatch.setattr("mpi4dl_nb.widgets.stepper.RECORDED", 3)
+    stepper._handle_key("p")
+    merged = [bool(frame.meta["merged"]) for frame in stepper.record.frames]
+    assert merged == [False, True, False, False, False]
+    monkeypatch.undo()
+    stepper._handle_key("r")
+    stepper._handle_key("p")
+    assert not any(frame.meta["merged"] for frame in stepper.record.frames)
+    assert len(stepper.record.frames) > 5
+
+
+def test_a_height_that_is_too_low_is_refused(stepper: Stepper):
+    with pytest.raises(PlanError, match=r"max_height=20 px is too low for a view\. Give 200 or more"):
+        stepper.view.max_height = 20
+    stepper.view.max_height = 400
+    assert stepper.view.save_view().values["max_height"] == 400

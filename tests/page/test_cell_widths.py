@@ -1,0 +1,161 @@
+"""Widgets in cells of 320 to 1,400 px: nothing is cut, covered or higher than the window, and nothing jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engines.images.sample_data import immunohistochemistry
+from engines.models import resnet20_v1
+from engines.predict.machines import MACHINES
+from mpi4dl_nb import Cluster, Configurator, Plan, Slicer, Stepper, TimelineView, Training, Tuner, forecast
+from tests.page.cells import (
+    AROUND_PX,
+    WIDTHS_PX,
+    WINDOW_PX,
+    find_faults,
+    measure_height,
+    measure_places,
+    set_cell_width,
+)
+from tests.page.harness import PageHarness
+
+PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1))
+SHAPE = 2, 3, 24, 40
+
+
+def make_model() -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(4, 2, 3, padding=1))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(PLAN.ranks, backend="loopback") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def stepper(cluster: Cluster) -> Iterator[Stepper]:
+    torch.manual_seed(0)
+    stepper = Stepper(Training(make_model(), PLAN, cluster, SHAPE), torch.randn(SHAPE), torch.randint(2, (2, 24, 40)))
+    yield stepper
+    stepper.close()
+
+
+@pytest.fixture(scope="module")
+def views() -> dict[str, Any]:
+    """The view of each widget that needs no ranks."""
+    plan = Plan(split_size=2, num_spatial_parts=4)
+    configurator = Configurator(resnet20_v1(), (4, 3, 64, 64), plan=plan, machine="Summit")
+    assert configurator.wait()
+    with Cluster(2, backend="loopback") as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cluster, "calibrate", lambda *_, **__: MACHINES["Summit"])  # a measurement takes longer
+        tuner = Tuner(resnet20_v1(), (2, 3, 64, 64), cluster, progress=False)
+    return {
+        "slicer": Slicer(immunohistochemistry(), plan, resnet20_v1()).view,
+        "timeline": TimelineView(forecast(resnet20_v1(), plan, (4, 3, 64, 64), "Summit").timeline, plan),
+        "configurator": configurator.view,
+        "tuner": tuner.view,
+    }
+
+
+def check_widths(harness: PageHarness) -> None:
+    for wide_px in WIDTHS_PX:
+        set_cell_width(harness, wide_px)
+        assert find_faults(harness) == [], wide_px
+        assert measure_height(harness) <= WINDOW_PX[1] - AROUND_PX, wide_px
+
+
+@pytest.mark.parametrize("name", ["slicer", "timeline", "configurator", "tuner"])
+def test_all_can_be_read_in_a_cell_of_any_width(chromium: object, views: dict[str, Any], name: str):
+    harness = PageHarness(chromium, views[name], WINDOW_PX)
+    harness.settle(5)
+    check_widths(harness)
+    harness.close()
+
+
+def test_the_stepper_can_be_read_in_a_cell_of_any_width(chromium: object, stepper: Stepper):
+    harness = PageHarness(chromium, stepper.view, WINDOW_PX, reduced_motion="reduce")
+    for kind, phase in (("halo", "forward"), ("all-reduce", "forward"), ("halo", "backward")):
+        stepper.kind.value, stepper.phase.value = kind, phase
+        stepper._handle_key("b")
+        harness.settle(3)
+        check_widths(harness)
+    set_cell_width(harness, 320)
+    left_out = harness.page.locator(".mpi4dl-left-out")
+    assert left_out.inner_text() == (
+        "This cell is too narrow for the numbers of a message, the schedule and the memory of the ranks, and what they "
+        "do next."
+    )
+    assert not harness.page.locator(".mpi4dl-strips").is_visible()
+    set_cell_width(harness, 1000)
+    assert not left_out.is_visible()
+    assert harness.page.locator(".mpi4dl-strips").is_visible()
+    harness.close()
+
+
+def test_the_picture_of_a_slicer_has_the_width_of_its_cell(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["slicer"], WINDOW_PX)
+    for wide_px, share in ((320, 0.9), (500, 0.9), (690, 0.9), (1000, 0.6), (1400, 0.6)):
+        set_cell_width(harness, wide_px)
+        _, _, wide, high = measure_places(harness, ".mpi4dl-stage")[".mpi4dl-stage"]
+        assert wide >= share * wide_px
+        assert high >= 200
+    harness.close()
+
+
+@pytest.mark.parametrize("name", ["slicer", "timeline", "configurator", "tuner"])
+def test_a_limit_of_the_height_is_kept(chromium: object, views: dict[str, Any], name: str):
+    view = views[name]
+    harness = PageHarness(chromium, view, WINDOW_PX)
+    view.max_height = 420
+    harness.settle(5)
+    assert measure_height(harness) <= 420
+    view.max_height = None
+    harness.settle(5)
+    assert measure_height(harness) > 420
+    harness.close()
+
+
+def test_nothing_jumps_in_a_slicer_from_layer_to_layer(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["slicer"], WINDOW_PX)
+    parts = ".mpi4dl-strip", ".mpi4dl-stage", ".mpi4dl-words", ".mpi4dl-status"
+    for wide_px in (500, 1000):
+        set_cell_width(harness, wide_px)
+        before = measure_places(harness, *parts)
+        strip = harness.page.get_by_role("slider", name="layer")
+        strip.focus()
+        for _ in range(6):
+            harness.page.keyboard.press("PageUp")
+            harness.page.mouse.move(200, 400)
+            harness.page.wait_for_timeout(300)  # until the status line has the words of the pixel
+            assert measure_places(harness, *parts) == before
+        harness.page.keyboard.press("Home")
+        harness.page.get_by_role("button", name="Keys").click()
+        assert measure_places(harness, *parts) == before
+        harness.page.keyboard.press("Escape")
+    harness.close()
+
+
+def test_nothing_jumps_in_a_stepper_from_instruction_to_instruction(chromium: object, stepper: Stepper):
+    harness = PageHarness(chromium, stepper.view, WINDOW_PX, reduced_motion="reduce")
+    for wide_px in (1400, 700):
+        set_cell_width(harness, wide_px)
+        stepper._handle_key("r")
+        harness.settle(3)
+        parts = ".mpi4dl-scrubber", ".mpi4dl-stage", ".mpi4dl-strips", ".mpi4dl-step-table", ".mpi4dl-step-caption"
+        before = measure_places(harness, *parts)
+        while not stepper.stepping.done:
+            stepper._handle_key("n")
+            harness.settle(2)
+            assert measure_places(harness, *parts) == before, stepper.view.alt[:80]
+        stepper._handle_key("n")  # it is refused
+        harness.settle(2)
+        assert harness.page.get_by_role("alert").inner_text().startswith("⚠ The step is done")
+        assert measure_places(harness, *parts) == before
+    harness.close()
