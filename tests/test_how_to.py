@@ -28,7 +28,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 KINDS = {"python", "bash", "text"}
-LIMIT_S = float(os.environ.get("MPI4DL_NB_HOW_TO_S", "300"))
+LIMIT_S = float(os.environ.get("MPI4DL_NB_HOW_TO_S", "600"))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
