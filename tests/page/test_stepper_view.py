@@ -254,7 +254,11 @@ def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Steppe
     go_to(stepper, "all-reduce", "forward")
     page.settle(3)
     table = page.page.locator(".mpi4dl-sum")
-    assert table.locator("thead").inner_text().strip("\n").split("\t") == ["", "before: the rank's own", "after: the sum"]
+    assert table.locator("thead").inner_text().strip("\n").split("\t") == [
+        "",
+        "before: the rank's own",
+        "after: the sum",
+    ]
     rows = [[float(text.replace("−", "-")) for text in row.locator("td").all_inner_texts()]
             for row in table.locator("tbody tr").all()]  # fmt: skip
     assert len(rows) == 4
