@@ -27,7 +27,7 @@ from tests.browser.pages import FLAGS
 from tests.page.harness import PageHarness
 
 FIGURES = Path(__file__).parents[1] / "figures"
-FRAMES_MS = (20, 800, 500, 1500)  # the time before each: strips lie still, are on their way, land, have landed
+FRAMES_MS = (570, 250, 500, 1500)  # the time before each: values have come, strips are on their way, land, have landed
 CAPTIONS = {
     "forward": (
         "Each rank holds its own tile; the white windows are empty.",
@@ -78,13 +78,13 @@ def film_exchange(browser: Any, folder: Path) -> None:
 def animate_exchange(browser: Any, folder: Path) -> None:
     """An exchange of tissue forward, then one of gradients backward, as a moving picture of about ten seconds."""
     model = nn.Sequential(nn.Conv2d(3, 4, 9, padding=4), nn.ReLU(), nn.Conv2d(4, 2, 9, padding=4), nn.ReLU())
-    waits_ms = (20, *[FRAME_MS] * FRAMES)
+    waits_ms = [FRAME_MS] * FRAMES
     pictures = []
     with _open_stage(browser, nn.Sequential(*model, nn.Conv2d(2, 2, 3, padding=1)), 1.5) as show:
         for phase in ("forward", "backward"):
             frames = show(phase, 1, waits_ms)
             pictures += [join_frames([frame], [ANIMATED[phase]], 1, 15) for frame in frames]
-    pauses_ms = [PAUSE_MS, *[FRAME_MS] * (FRAMES - 1), PAUSE_MS] * 2
+    pauses_ms = [*[FRAME_MS] * (FRAMES - 1), PAUSE_MS] * 2
     size = {"save_all": True, "quality": 80, "method": 6}
     pictures[0].save(folder / "exchange.webp", append_images=pictures[1:], duration=pauses_ms, loop=0, **size)
 
