@@ -76,5 +76,5 @@ def test_what_other_rooms_ask_of_the_knobs():
 def test_help_lists_every_knob():
     text = inspect.getdoc(Plan)
     for field in fields(Plan):
-        assert f"{field.name}={field.default!r}: {OPTIONS[field.name].help}" in text
+        assert f"`{field.name}={field.default!r}`: {OPTIONS[field.name].help}" in text
     assert f"({OPTIONS['sync_batchnorm'].results})" in text

@@ -91,6 +91,7 @@ def test_the_rank_ends_with_whoever_has_started_its_supervisor():
         time.sleep(0.05)
     family = [found, *found.children()]
     starter.kill()
+    starter.stdout.close()
     starter.wait()
     assert not psutil.wait_procs(family, timeout=5)[1]
 
@@ -101,7 +102,8 @@ def test_the_rank_ends_with_its_supervisor():
     while not (ranks := psutil.Process(supervisor.pid).children()) and time.monotonic() < until_s:
         time.sleep(0.05)
     supervisor.kill()
-    supervisor.wait()  # not `communicate`, which waits for the rank as well: it has the same pipe
+    supervisor.stdout.close()  # not `communicate`, which waits for the rank as well: it has the same pipe
+    supervisor.wait()
     assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
