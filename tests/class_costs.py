@@ -61,8 +61,8 @@ def run_tutorial(path: Path, backend: str) -> dict[str, object]:
         with errors.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=sink) as running:
             while running.poll() is None:
                 with suppress(psutil.Error):
-                    once, each = measure_processes(psutil.Process(running.pid))
-                    peaks = max(peaks[0], once), max(peaks[1], each)
+                    memory, rss = measure_processes(psutil.Process(running.pid))
+                    peaks = max(peaks[0], memory), max(peaks[1], rss)
                 time.sleep(BETWEEN_S)
         line: dict[str, object] = {"tutorial": path.stem, "backend": backend, "ok": not running.returncode}
         line |= {"memory_mb": round(peaks[0] / 1e6), "rss_mb": round(peaks[1] / 1e6)}

@@ -52,3 +52,10 @@ def test_a_fault_is_named(check_site, tmp_path, text: str, problem: str):
 def test_a_site_that_is_too_large_is_refused(check_site, tmp_path, monkeypatch):
     monkeypatch.setattr(check_site, "MOST_BYTES", 100)
     assert check_site.check_site(write_site(tmp_path, ""))[0] == ["The site has 0 MB, and may have 0 MB."]
+
+
+def test_a_folder_with_other_files_is_not_deleted(check_site, tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("the only copy", encoding="utf-8")
+    assert importlib.import_module("build").main([str(tmp_path)]) == 1
+    assert "holds other files than a built site" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").exists()

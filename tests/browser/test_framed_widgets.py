@@ -86,8 +86,8 @@ def open_page(chromium, path) -> Iterator[object]:
         return opened[-1]
 
     yield open_file
-    for each in opened:
-        each.context.close()
+    for page in opened:
+        page.context.close()
 
 
 def list_snapshots(book: NotebookNode) -> list[str]:

@@ -63,9 +63,9 @@ def training() -> Iterator[Training]:
 
 @pytest.fixture
 def slicer() -> Iterator[Slicer]:
-    made = Slicer(immunohistochemistry()[:64, :64], PLAN, make_model())
-    yield made
-    made.close()
+    slicer = Slicer(immunohistochemistry()[:64, :64], PLAN, make_model())
+    yield slicer
+    slicer.close()
 
 
 def test_a_slicer_is_saved_as_it_is_seen(slicer: Slicer):
