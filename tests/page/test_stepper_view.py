@@ -50,6 +50,12 @@ def press(page: PageHarness, key: str) -> None:
     page.settle(3)
 
 
+def read_badge(page: PageHarness) -> str:
+    """Return where the page says it is in the record, after what was done last is drawn."""
+    page.settle(3)
+    return page.page.evaluate(SHOWN)
+
+
 def wait_for_record(page: PageHarness, stepper: Stepper) -> None:
     """Wait until the page has all frames of the record."""
     page.page.wait_for_function(
@@ -70,14 +76,14 @@ def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper,
         press(page, "n")
         places.append(stepper.stepping.event.places)
     assert places[0] < places[1] < places[2] < places[3]
-    assert page.page.evaluate(SHOWN) == "newest"
+    assert read_badge(page) == "newest"
     badge = page.page.locator(".mpi4dl-badge")
     wide = badge.bounding_box()["width"]
     press(page, "ArrowLeft")
-    assert page.page.evaluate(SHOWN) == "recorded: 3 of 4"
+    assert read_badge(page) == "recorded: 3 of 4"
     assert badge.bounding_box()["width"] == wide, "the title beside it stays in place"
     press(page, "Home")
-    assert page.page.evaluate(SHOWN) == "recorded: 1 of 4"
+    assert read_badge(page) == "recorded: 1 of 4"
     assert "nothing is done" in page.page.locator(".mpi4dl-step-title").inner_text()
     assert stepper.stepping.event.places == places[3], "going back undoes nothing on the ranks"
     press(page, "ArrowRight")
@@ -85,7 +91,7 @@ def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper,
     press(page, "End")
     press(page, "ArrowRight")
     assert stepper.stepping.event.places > places[3]
-    assert page.page.evaluate(SHOWN) == "newest"
+    assert read_badge(page) == "newest"
 
 
 @pytest.mark.nightly
@@ -97,7 +103,7 @@ def test_keys_in_the_table_of_ranks_scroll_it(page: PageHarness):
     table.focus()
     for key in ("Home", "End", "PageUp", "ArrowDown"):
         page.page.keyboard.press(key)
-        assert page.page.evaluate(SHOWN) == "recorded: 2 of 3"
+        assert read_badge(page) == "recorded: 2 of 3"
 
 
 def test_the_focus_stays_where_it_is_used(stepper: Stepper, page: PageHarness):
@@ -116,13 +122,12 @@ def test_the_focus_stays_where_it_is_used(stepper: Stepper, page: PageHarness):
     back = page.page.get_by_role("button", name="Back")
     back.focus()
     page.page.keyboard.press("Home")
-    page.settle(3)
-    first = page.page.evaluate(SHOWN)
+    first = read_badge(page)
     assert first.startswith("recorded: 1 of")
     assert back.is_disabled()
     page.page.keyboard.press("Enter")
     assert page.page.evaluate("() => document.activeElement.textContent") == "◀ Back"
-    assert page.page.evaluate(SHOWN) == first
+    assert read_badge(page) == first
 
 
 def test_the_picture_follows_the_theme(page: PageHarness):
@@ -191,11 +196,10 @@ def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
     box = page.page.locator(".mpi4dl-scrubber").bounding_box()
     page.page.mouse.move(box["x"] + 30, box["y"] + 10)
     page.page.mouse.down()
-    assert page.page.evaluate(SHOWN) == f"recorded: 2 of {frames}"
+    assert read_badge(page) == f"recorded: 2 of {frames}"
     page.page.mouse.move(box["x"] + 2, box["y"] + 10)
     page.page.mouse.up()
-    page.settle(2)
-    assert page.page.evaluate(SHOWN) == f"recorded: 1 of {frames}"
+    assert read_badge(page) == f"recorded: 1 of {frames}"
 
 
 def test_play_runs_the_step_to_its_end(stepper: Stepper, page: PageHarness):
@@ -214,7 +218,7 @@ def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, pa
     page.page.wait_for_function("document.querySelector('[role=alert]').textContent.includes('restart()')")
     assert not page.page.locator(".mpi4dl-step-title").is_visible()
     press(page, "r")
-    assert page.page.evaluate(SHOWN) == "newest"
+    assert read_badge(page) == "newest"
     assert stepper.trouble.text == ""
 
 
@@ -222,8 +226,7 @@ def test_a_button_is_answered_at_once_however_long_the_ranks_take(page: PageHarn
     page.is_busy = True
     button = page.page.get_by_role("group", name="Run on the ranks").get_by_role("button", name="Phase")
     button.click()
-    page.settle(1)
-    assert page.page.evaluate(SHOWN) == "the ranks are running"
+    assert read_badge(page) == "the ranks are running"
     assert button.is_disabled()
 
 
@@ -241,9 +244,9 @@ def test_buttons_that_run_and_those_that_look_are_told_apart(stepper: Stepper, p
     forward, back = (groups["Look at the record"].get_by_role("button", name=name) for name in ("Forward", "Back"))
     assert forward.is_disabled()
     back.click()
-    assert page.page.evaluate(SHOWN) == "recorded: 1 of 2"
+    assert read_badge(page) == "recorded: 1 of 2"
     forward.click()
-    assert page.page.evaluate(SHOWN) == "newest"
+    assert read_badge(page) == "newest"
     assert stepper.stepping.event.places == places
     colours = "(each) => getComputedStyle(each).backgroundColor"
     run = groups["Run on the ranks"].get_by_role("button", name="Layer")
@@ -270,7 +273,7 @@ def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Steppe
 def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: PageHarness):
     for _ in range(2):
         press(page, "f")
-        assert page.page.evaluate(SHOWN) == "newest"
+        assert read_badge(page) == "newest"
     press(page, "r")
     assert stepper.stepping.event.places == (0,) * PLAN.ranks
 
@@ -280,7 +283,7 @@ def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: S
     go_to(stepper, "halo", "backward")
     later = PageHarness(chromium, stepper.view, reduced_motion="reduce")
     wait_for_record(later, stepper)
-    assert later.page.evaluate(SHOWN) == "newest"
+    assert read_badge(later) == "newest"
     later.close()
 
 
