@@ -9,12 +9,18 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SEED = int(os.environ.get("SEED", "0"))
 """What random tests begin from: another one every night."""
 
 EVERYTHING = os.environ.get("EVERYTHING") == "1"
 """Whether all cases of all tests are run, as `make test-all` does."""
+
+
+def trials(count: int) -> settings:
+    """So many random cases; in `make test` a quarter of them."""
+    return settings(max_examples=count if EVERYTHING else max(5, count // 4), suppress_health_check=list(HealthCheck))
 
 
 def choose_cases(cases: Sequence[frozenset[tuple[str, object]]], count: int, seed: int = 0) -> list[int]:

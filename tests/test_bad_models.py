@@ -120,7 +120,7 @@ def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module]
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @every_bad_operator
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_the_mend_mends(op: type[nn.Module], operator: str, grid: str):
@@ -331,6 +331,7 @@ def nothing(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [sums_without_gradient, picks_by_value, nothing])
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_a_model_is_run_or_refused_but_never_an_inner_error(function: Function, grid: str):
@@ -411,6 +412,7 @@ def test_a_batch_norm_in_two_stages_is_refused():
 SWITCHED_OFF = [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dropout", SWITCHED_OFF, ids=["dropout", "in place", "of channels"])
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_dropout_that_is_switched_off_is_nothing(dropout: nn.Module, grid: str):

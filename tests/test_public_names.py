@@ -17,7 +17,7 @@ from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.sampling import EVERYTHING
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _calibrated_quickly() -> None:
     """Examples that need a calibration of two ranks find a quick one, which takes a fifth of the time."""
     if not EVERYTHING:
@@ -26,7 +26,8 @@ def _calibrated_quickly() -> None:
         CalibrationCache.of(2, cluster.backend).write(replace(machine, quick=False, noise=Noise()))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.nightly
+@pytest.mark.usefixtures("_calibrated_quickly")
 @pytest.mark.parametrize("name", [name for name in mpi4dl_nb.__all__ if callable(getattr(mpi4dl_nb, name))])
 def test_the_example_of_a_public_name_runs(name: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,7 @@ def unet() -> torch.nn.Module:
     return UNet(num_classes=2, width=4, depth=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
     images = Augmented(table_images(table, None, threshold=127), KINDS, SIZE)

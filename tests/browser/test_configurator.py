@@ -16,6 +16,7 @@ configurator
 START_MS = 120_000
 
 
+@pytest.mark.nightly
 def test_a_plan_is_chosen_and_its_cluster_started_by_keyboard(notebook):
     notebook.open(CELLS)
     page, keyboard = notebook.page, notebook.page.keyboard

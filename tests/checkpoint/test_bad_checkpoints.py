@@ -193,6 +193,7 @@ def test_another_optimiser_or_scheduler(stored: Path, recipe: Recipe):
         optimiser_state(stored, net(), torch.optim.SGD(net().parameters()))
 
 
+@pytest.mark.nightly
 def test_other_weights_are_trained(stored: Path):
     model = net()
     model.head[2].requires_grad_(False)
@@ -253,6 +254,7 @@ STRANGE = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", STRANGE)
 def test_the_state_of_optimiser_and_scheduler_must_be_like_that_of_fresh_ones(how: str, copied: Path):
     part, change, words = STRANGE[how]

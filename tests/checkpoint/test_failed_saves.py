@@ -51,6 +51,7 @@ def untouched(before: Path, into: Path) -> bool:
     return list_checkpoints(into) == [before] and [path.name for path in into.iterdir()] == [before.name]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors", "checkpoint.json"])
 def test_a_disk_that_becomes_full_while_it_is_written(file: str, recipe: Recipe, tmp_path: Path, monkeypatch):
     before = on_ranks(recipe, [], into=tmp_path).saved
@@ -165,6 +166,7 @@ def test_a_name_that_the_disk_does_not_confirm(recipe: Recipe, tmp_path: Path, m
 # ---- a folder over time
 
 
+@pytest.mark.nightly
 def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
     (tmp_path / ".partial-00001").mkdir()
     (tmp_path / ".partial-00001" / "model.safetensors").write_text("half")
@@ -182,6 +184,7 @@ def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
     assert open_checkpoint(tmp_path, recipe).step == 5
 
 
+@pytest.mark.nightly
 def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, tmp_path: Path):
     """Who goes back to an earlier checkpoint and trains on from there resumes there, not at the old end."""
     first = on_ranks(recipe, data(recipe, 1), into=tmp_path).saved

@@ -57,7 +57,7 @@ TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", TENSORS)
 def test_an_optimisers_tensors_are_those_of_its_weights(how: str, copied: Path):
     key, made, words = TENSORS[how]
@@ -158,7 +158,7 @@ VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", VALUES)
 def test_values_that_would_fail_later_are_refused(how: str, copied: Path):
     change, words = VALUES[how]

@@ -131,6 +131,7 @@ def test_close_views_stay_legible(zoom, layer):
         assert "Output pixel (20, 22)" in read(figure)
 
 
+@pytest.mark.nightly
 def test_many_words_stay_on_the_page():
     plan = with_fused_halos(tiles_of("3x3"), 2)
     graph = prepare(Net(), plan, SHAPE).graph
@@ -179,6 +180,7 @@ def test_layers_and_fields_are_those_of_a_model():
             show_slicing(TISSUE, tiles_of("2x2"), **choices)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("module", [navigation, halo_points, figure], ids=lambda module: module.__name__)
 def test_the_examples_run(module):
     assert doctest.testmod(module).failed == 0

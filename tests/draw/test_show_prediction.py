@@ -101,7 +101,7 @@ def test_a_coarser_level_is_not_shifted(cluster: Cluster, tmp_path: Path):
     assert np.array_equal(layer.numbers, expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("factor", [1 / 3, 3, 0.5, 1.5])
 def test_a_model_that_scales_the_picture_keeps_half_pixel_centres(factor: float, cluster: Cluster):
     """Against NumPy: the value at a pixel's middle, by linear interpolation, whatever tile it is computed in."""

@@ -178,6 +178,7 @@ def test_deep_layers_are_in_their_own_pixels():
     assert "2 px" in [text.get_text() for text in zoom.texts]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_mirrored_copy_of_the_model_changes_no_halo(split):
     """Its tiles are on other ranks, and its exchanges are the same ones the other way round."""
@@ -212,6 +213,7 @@ def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
     assert "reads -inf, which is padding" in show_slicing(TISSUE, plan, RECIPE, "pool", 1).alt
 
 
+@pytest.mark.nightly
 def test_wide_halos_are_tinted_in_the_picture_too():
     """Those of the other tiles are only dotted: tinted alike, nobody could tell whose halo is whose."""
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import ImageError
@@ -13,11 +13,12 @@ from engines.images.augmented import KINDS, Augmented, restain
 from engines.images.dataset import LabelledImages, SyntheticImages
 from engines.images.sample_data import compute_dab, immunohistochemistry
 from engines.spatial.tiles import Grid, Tile
+from tests.sampling import trials
 
 SIDES = st.integers(1, 40)
 
 
-@settings(max_examples=200)
+@trials(200)
 @given(st.tuples(SIDES, SIDES), st.sets(st.sampled_from(KINDS)), st.booleans(), st.integers(-(2**63), 2**64), st.data())
 def test_parts_of_any_grid_make_the_whole(source: tuple[int, int], kinds: set[str], crops: bool, draw: int, data):
     size = tuple(data.draw(st.integers(1, side)) for side in source) if crops else None

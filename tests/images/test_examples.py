@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
@@ -19,6 +19,7 @@ from engines.images.folder import folder_images
 from engines.images.picture import open_image, read_shape
 from engines.spatial.tiles import Grid, Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, saved
+from tests.sampling import trials
 
 
 def as_bytes(part: torch.Tensor) -> NDArray[np.uint8]:
@@ -43,7 +44,7 @@ def _bounds(span: Span, size: int) -> tuple[int, int]:
 
 
 @pytest.mark.sampled(3)
-@settings(max_examples=60)
+@trials(60)
 @given(st.data())
 @pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)
 @pytest.mark.parametrize("fit", ["scale", "crop", "own size"])

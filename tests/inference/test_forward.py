@@ -127,7 +127,7 @@ class SlowWorld:
         return getattr(self.world, name)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_what_was_sent_has_gone_before_a_prediction_ends(name: str):
     """Over MPI the last tiles of a stage were still leaving when the next prediction got their memory: held-out

@@ -170,7 +170,7 @@ class TwoOutputs(nn.Module):
         return answers if self.both else answers[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("both", [True, False])
 def test_another_output_does_not_shift_the_tiles_of_the_first(both: bool):
     model, box = TwoOutputs(both), (0, 0, 60, 80)
@@ -179,6 +179,7 @@ def test_another_output_does_not_shift_the_tiles_of_the_first(both: bool):
     assert np.allclose(found.answer, oracle(TwoOutputs(both=False), box).numpy(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_a_first_output_that_overlaps_is_refused():
     class Counted(TwoOutputs):
         def __init__(self) -> None:
@@ -196,6 +197,7 @@ def test_a_first_output_that_overlaps_is_refused():
 # ---- bounds
 
 
+@pytest.mark.nightly
 def test_tiles_are_as_large_as_the_bound_allows():
     graph = prepare_region(unet(), make_padded_region(open_image(np.zeros((1200, 1500, 3), np.uint8))))[0].graph
     small, large = (fit_tiles(graph, 2, count * 10**6).grid.tiles for count in (20, 60))
@@ -286,12 +288,14 @@ class Reshaped(nn.Module):
         return scores.reshape(self.shape) if self.shape else scores.mean(1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(6,), (1, 2, 3)])
 def test_an_answer_of_no_classes_is_refused_before_anything_is_computed(shape: tuple[int, ...]):
     with pytest.raises(TraceError, match=r"answers once for the whole image, with \((6,|1, 2, 3)\)"):
         swept(Reshaped(*shape), 1, PART, "classes")
 
 
+@pytest.mark.nightly
 def test_one_score_of_one_image():
     assert swept(Reshaped(), 2, PART, "classes").answer in (0, 1)
     assert swept(Reshaped(1, 2, 3), 1, PART, "scores").answer.shape == (2, 3)
@@ -360,6 +364,7 @@ def test_regions_that_are_none(box: Any, message: str):
         make_padded_region(PICTURE, box)
 
 
+@pytest.mark.nightly
 def test_an_answer_that_is_no_image():
     class Flat(nn.Module):
         def forward(self, x):

@@ -16,7 +16,8 @@ from engines.models import UNet, resnet20_v1
 from engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain
-from tests.spatial.drawn import Calls, Geometry, geometries, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Calls, Geometry, geometries, images_on_grids, seeds
 from tests.zoo import Segmenter, Skips
 
 
@@ -121,6 +122,7 @@ EXTREMA = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EXTREMA)
 @pytest.mark.parametrize("is_last", [False, True], ids=["scales pixels", "is the answer"])
 def test_a_reduction_over_the_image_is_one_more_pass(name: str, is_last: bool):
@@ -160,6 +162,7 @@ def test_each_sum_that_reads_another_is_a_walk_of_its_own():
     assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_a_walk_computes_no_more_than_it_is_for():
     """The first walk of the squeezed model ends at its first sum; the head of a classifier needs no pixel."""
     graph = prepare_prediction(Squeezed(), ALONE, (1, 3, 30, 40)).graph

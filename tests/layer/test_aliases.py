@@ -215,7 +215,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", ALIASES)
 def test_a_write_is_seen_by_every_name_or_refused(name: str, write: Callable[[Forward], Forward]):

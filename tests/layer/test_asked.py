@@ -37,6 +37,7 @@ def counted(x: Tensor) -> Tensor:
     return counts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KNOWN)
 def test_numbers_that_follow_from_shapes_are_known(name: str):
     assert_exact(Calls(KNOWN[name]), whole_numbers(1, 2, 6, 6), tiled("2x1"))

@@ -167,6 +167,7 @@ def check_unchanged(model: Net) -> None:
     assert torch.equal(made, model.head((model.conv(images) + make(*SHAPE[2:])).mean((2, 3))))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KEEPERS)
 def test_the_model_gives_what_it_gave_before(name: str):
     model = Net(KEEPERS[name]())
@@ -174,6 +175,7 @@ def test_the_model_gives_what_it_gave_before(name: str):
     check_unchanged(model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [(6, 6), SHAPE[2:]], ids=["another size", "the same size"])
 @pytest.mark.parametrize("name", ["lru_cache", "the last result", "list", "globals"])
 def test_what_the_plain_model_has_kept_does_not_confuse_a_trace(name: str, size: tuple[int, int]):
@@ -199,6 +201,7 @@ def test_each_trace_by_itself_leaves_nothing():
     check_unchanged(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["lru_cache", "globals", "list", "class"])
 def test_a_training_goes_on_beside_the_plain_model(name: str):
     model, images, labels = Net(KEEPERS[name]()), torch.randn(SHAPE), torch.tensor([0, 1])

@@ -77,7 +77,7 @@ READS: dict[str, tuple[Callable[[nn.Sequential], Loss], str]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", READS)
 def test_a_loss_that_reads_what_training_changes_is_refused(name: str):
     """All of these were constants: their gradients were lost, and they never followed training."""

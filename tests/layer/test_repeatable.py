@@ -82,6 +82,7 @@ def trace_model(change: Callable[[Does, Tensor], Tensor]) -> None:
     TraceCache(Does(change).double(), SHAPE, nn.CrossEntropyLoss()).get_graph(ONE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGING)
 def test_a_forward_that_changes_from_call_to_call_is_refused(change: Callable[[Does, Tensor], Tensor]):
     with pytest.raises(TraceError, match=f"The model {CHANGING[change]}") as caught:
@@ -117,6 +118,7 @@ class Averages(nn.Module):
         return functional.cross_entropy(p, y) / len(self.kept)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
@@ -164,6 +166,7 @@ def draw_by_torch(m: Does, x: Tensor) -> Tensor:
     return functional.dropout(x, 0.5) + torch.rand_like(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for what the model keeps
 @pytest.mark.parametrize("change", [keep_a_table, keep_a_number, log_features, log_numbers, draw_by_torch])
 def test_caches_logs_and_torchs_chance_are_none_of_these(change: Callable[[Does, Tensor], Tensor]):

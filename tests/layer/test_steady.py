@@ -96,6 +96,7 @@ def reads_counter(m: Keeping, x: Tensor) -> Tensor:
     return m.convolution(x / m.seen)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("run", "text"),
     [
@@ -199,6 +200,7 @@ def test_but_not_in_several_micro_batches(run):
         TraceCache(Keeping(run), SHAPE, nn.CrossEntropyLoss()).get_graph(HALVES)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_compiled_model_is_looked_at_without_compiling_it():
     check_side_effects(make_traceable(torch.compile(Keeping(remembered))), TensorSpec(SHAPE, "float32"))

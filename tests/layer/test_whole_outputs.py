@@ -86,6 +86,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_of_all_heads_trains_all_heads(kind: str):
     images, labels = whole_numbers(*SHAPE), whole_numbers(2, 4, 8, 10, seed=1)
@@ -110,6 +111,7 @@ def test_the_prediction_is_still_the_logits():
     assert made.module == "logits"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_reference_gives_the_loss_the_whole_too(name: str):
     plan = PLANS[name]

@@ -69,6 +69,7 @@ def test_a_micro_batch_without_labels_does_no_harm_to_a_mean():
         assert training.step(images.float(), labels) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:The loss of a step is the mean")
 @pytest.mark.parametrize(("name", "rank"), [("parts", 1), ("replicas", 0)])
 def test_but_to_a_loss_that_is_computed_for_each(name: str, rank: int):
@@ -132,6 +133,7 @@ def test_a_loss_without_a_value_is_told_as_that():
     assert "The model's answers are finite: the loss itself has no value for them" in text
 
 
+@pytest.mark.nightly
 def test_a_count_of_0_that_is_kept_from_0_is_not_to_blame():
     images, labels = unbalanced(4, 0)
     images[0, 0, 0, 0] = torch.nan

@@ -104,13 +104,13 @@ def find_mixing(change: Change, images: int = 2) -> str:
     return found.mixes
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_mixes_images_is_found(name: str):
     assert "test_model_mixing.py" in find_mixing(MIXING[name])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SEPARATE)
 def test_a_model_that_keeps_images_separate_is_not(name: str):
     assert not find_mixing(SEPARATE[name])
@@ -189,6 +189,7 @@ def test_predictions_that_depend_on_the_images_beside_are_those_of_one_process_o
     assert torch.allclose(found, model.double().eval()(batch), atol=1e-12) != warned
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("images", [4, 5])
 def test_held_out_images_that_depend_on_those_beside_are_warned_of(images: int):
     held_out, pairs = SyntheticImages(images, (8, 8), 3), [(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))]

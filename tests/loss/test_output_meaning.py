@@ -140,7 +140,7 @@ LOSSES: dict[str, tuple[nn.Module, Loss, Tensor, OutputMeaning]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_says_what_channels_are(name: str):
     model, loss, labels, expected = LOSSES[name]

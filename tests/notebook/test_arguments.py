@@ -250,6 +250,7 @@ READS: dict[str, Callable[[Penalised], Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The tensor attribute")
 @pytest.mark.parametrize("name", READS)
 def test_a_loss_that_reads_first_values_of_what_forward_stores_is_refused(name: str):
@@ -336,6 +337,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_array_may_lie_in_memory_in_any_way(two: Cluster, layout: str):

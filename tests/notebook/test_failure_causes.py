@@ -203,6 +203,7 @@ def slow_link(cluster: Cluster, bytes_per_s: float):
 LARGE = bytes(range(256)) * 4096  # 1 MiB
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_the_time_to_send_a_large_argument_is_no_hang(cluster):
     with slow_link(cluster, 1 << 19):

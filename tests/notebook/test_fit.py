@@ -411,6 +411,7 @@ def test_a_loss_that_cannot_judge_one_image_is_refused_before_the_first_step(one
     assert mine.feed_state is None
 
 
+@pytest.mark.nightly
 def test_a_loss_may_take_another_answer_in_evaluation(one):
     mine = as_a_classifier(TwoAnswers(1), of_both_or_one, one)
     history = mine.fit(SyntheticImages(4, SIZE, 3), progress=False, held_out=SyntheticImages(3, SIZE, 3))

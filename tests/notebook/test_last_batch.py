@@ -272,7 +272,7 @@ def test_a_stream_behind_a_loader_has_as_many_steps_as_asked_for(cluster):
 # ---- after a break
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tiles", "a pipeline"])
 def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
     """Before, between and after smaller steps; random draws, the optimiser's state and the rate among it."""
@@ -314,7 +314,7 @@ def test_the_command_refuses_what_the_plan_cannot_divide(monkeypatch):
 # ---- said before the first step
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["images", "list", "loader"])
 def test_what_the_plan_cannot_divide_is_refused(kind: str):
     plan = PLANS["a pipeline"]
@@ -392,6 +392,7 @@ def test_ranks_hold_the_same_weights_in_a_smaller_step():
 # ---- predictions of fewer images than a step has
 
 
+@pytest.mark.nightly
 def test_images_that_are_normed_by_their_neighbours_are_not_predicted_beside_copies(cluster):
     """A batch norm without running statistics; the last images of a step are followed by copies, which it would see."""
     model = nn.Sequential(

@@ -394,6 +394,7 @@ def test_a_command_on_ranks_starts_beside_them_too(tmp_path):
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.nightly
 def test_an_import_that_was_interrupted_is_done_anew_in_the_next_call(tmp_path, monkeypatch):
     """As matplotlib, whose submodules refer to it: Python keeps these, but not the package, if it is interrupted."""
     package = tmp_path / "half_imported"

@@ -67,6 +67,7 @@ def test_warnings_and_logs_are_shown(cluster, capsys):
     assert all("it is late" in lines(said, rank) for rank in range(N))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["loopback", "in_turn"])
 def test_a_log_that_was_set_up_before_has_the_rank_too(backend, capsys):
     handler, logger = logging.StreamHandler(), logging.getLogger("set up before")
@@ -176,6 +177,7 @@ def test_threads_that_are_no_ranks_print_as_ever(capsys):
     assert capsys.readouterr().out == "another thread\n"
 
 
+@pytest.mark.nightly
 def test_what_reads_images_for_a_rank_prints_as_that_rank(capsys):
     class Noisy(SyntheticImages):
         def part(self, *args, **kwargs):

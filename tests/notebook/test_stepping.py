@@ -126,6 +126,7 @@ def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[StepDeb
     assert walked.steps == ran.steps == 3
 
 
+@pytest.mark.nightly
 def test_running_statistics_are_those_of_a_step(five):
     ran, walked = (new(five, TILES, normed_net) for _ in range(2))
     for seed in range(2):
@@ -246,6 +247,7 @@ def test_a_step_that_was_given_up_is_closed_without_ending_the_next_one(five):
         second.instruction()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
@@ -273,6 +275,7 @@ def test_looking_at_weights_does_not_end_a_walk(five):
     assert stepping.finish() == other.step(*batch())
 
 
+@pytest.mark.nightly
 def test_a_sender_may_be_far_ahead_of_who_receives(four):
     """Two micro-batches have left the tiles before the next stage takes the first."""
     ran, walked = new(four, PIPED), new(four, PIPED)

@@ -152,7 +152,7 @@ def test_the_trained_state_loads_into_the_plain_model(trained: Trained):
         torch.testing.assert_close(tensor, oracle[name], rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_training_leaves_the_model_that_was_given_as_it_was(trained: Trained):
     fresh = resnet() if isinstance(trained.model, nn.Sequential) else unet()
     assert equal(trained.model.state_dict(), fresh.state_dict())
@@ -226,6 +226,7 @@ def test_fit_learns_a_batch_that_it_sees_again(cluster):
     assert history.images_per_s > 0
 
 
+@pytest.mark.nightly
 def test_fit_sees_a_generator_in_every_epoch(cluster):
     data = batches(2)
     history = Training(unet(), TILES, cluster, SHAPE).fit((batch for batch in data), epochs=2, progress=False)
@@ -252,7 +253,7 @@ def test_verify_compares_in_float64(cluster, plan: Plan):
     assert 0 < proof["grad_rel"] < 1e-10
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_ranks_and_the_one_process_train_where_gradients_are_off(cluster, off):
     (batch,) = batches(1)
@@ -312,6 +313,7 @@ def test_a_precision_that_the_plan_keeps_or_that_was_nobodys_choice_is_not_told(
         Training(model, replace(TILES, precision=precision), cluster, SHAPE)
 
 
+@pytest.mark.nightly
 def test_one_buffer_in_another_precision_is_named(cluster):
     model = unet()
     model.register_buffer("scale", torch.ones(1, dtype=torch.float64))
@@ -362,6 +364,7 @@ def test_a_training_that_nothing_refers_to_is_freed_with_the_next_one():
         assert alone.freed == []
 
 
+@pytest.mark.nightly
 def test_a_timeline_before_the_first_step(cluster):
     with pytest.raises(PlanError, match=r"none was run yet, or since load\(\)\. Call step"):
         Training(unet(), TILES, cluster, SHAPE).timeline()
@@ -456,7 +459,7 @@ def training(cluster) -> Training:
     return Training(unet(), TILES, cluster, SHAPE)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("change", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
 @pytest.mark.parametrize("verb", ["step", "fit", "verify"])
 def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Change, message: str, verb: str):
@@ -550,6 +553,7 @@ def test_a_model_of_which_nothing_is_trained(cluster):
     assert training.verify()["ok"]
 
 
+@pytest.mark.nightly
 def test_an_optimiser_that_cannot_be_made(untouched):
     with pytest.raises(PlanError, match="Invalid learning rate: -1"):
         Training(unet(), TILES, untouched, SHAPE, optimiser=lambda parameters: torch.optim.SGD(parameters, lr=-1))

@@ -220,6 +220,7 @@ def test_a_recorded_step_is_played(pages, open_page):
     opened.check()
 
 
+@pytest.mark.nightly
 def test_a_recorded_step_shows_messages_with_their_values(pages, open_page):
     opened = open_page(pages["Stepper"])
     page = opened.page
@@ -257,6 +258,7 @@ def test_a_plan_is_chosen_without_a_kernel(pages, open_page):
     opened.check()
 
 
+@pytest.mark.nightly
 def test_a_tuner_shows_every_plan_and_measures_none(pages, open_page):
     opened = open_page(pages["Tuner"])
     page = opened.page
@@ -295,6 +297,7 @@ def test_figures_and_widgets_stand_on_one_page(folder, slicer, open_page):
     opened.check()
 
 
+@pytest.mark.nightly
 def test_a_damaged_part_says_so(pages, folder, slicer, open_page):
     text = save_page([slicer, slicer], folder / "two.html").read_text(encoding="utf-8")
     packed = PACKED.search(text)[2]

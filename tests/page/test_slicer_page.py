@@ -151,6 +151,7 @@ def test_the_strip_scrubs_through_the_net(page, slicer):
     assert slicer.layer.value == 0
 
 
+@pytest.mark.nightly
 def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
     point_at(page, 0.25, 0.75)
     page.mouse.down()
@@ -167,6 +168,7 @@ def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
     assert "from rank 2: 256 × 1 px, 3.0 KB" in page.locator(".mpi4dl-legend").inner_text()
 
 
+@pytest.mark.nightly
 def test_zooming_keeps_what_is_under_the_pointer(page, slicer):
     point_at(page, 0.3, 0.4)
     for _ in range(12):
@@ -212,6 +214,7 @@ def test_both_readings_and_receptive_fields(page, slicer):
     assert int(seen_by_tile) == int(seen[1]) // 2
 
 
+@pytest.mark.nightly
 def test_remarks_are_those_of_the_stage_that_the_layer_is_in(chromium):
     plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
     layers = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)]
@@ -263,6 +266,7 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
     harness.close()
 
 
+@pytest.mark.nightly
 def test_the_picture_follows_the_theme(chromium, slicer):
     harness = PageHarness(chromium, slicer.view)
     harness.settle(4)

@@ -130,6 +130,7 @@ def test_the_focus_stays_where_it_is_used(stepper: Stepper, page: PageHarness):
     assert read_badge(page) == first
 
 
+@pytest.mark.nightly
 def test_the_picture_follows_the_theme(page: PageHarness):
     pixels = "() => document.querySelector('.mpi4dl-stage canvas').toDataURL()"
     light = page.page.evaluate(pixels)
@@ -137,6 +138,7 @@ def test_the_picture_follows_the_theme(page: PageHarness):
     assert page.page.evaluate(pixels) != light
 
 
+@pytest.mark.nightly
 def test_a_walk_is_recorded_by_instruction(stepper: Stepper, page: PageHarness):
     press(page, "p")
     wait_for_record(page, stepper)
@@ -145,6 +147,7 @@ def test_a_walk_is_recorded_by_instruction(stepper: Stepper, page: PageHarness):
     assert all(0 < later - earlier <= PLAN.ranks for earlier, later in pairwise(counts))
 
 
+@pytest.mark.nightly
 def test_gradients_that_come_home_are_added_in_numbers(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "backward")
     page.settle(3)
@@ -156,6 +159,7 @@ def test_gradients_that_come_home_are_added_in_numbers(stepper: Stepper, page: P
     assert "message 1 of 12" in page.page.locator(".mpi4dl-strips").inner_text()
 
 
+@pytest.mark.nightly
 def test_a_message_is_chosen_on_the_page_and_in_the_menu(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "forward")
     press(page, "]")
@@ -189,6 +193,7 @@ def test_the_schedule_has_the_textures_of_the_timeline(page: PageHarness):
     assert set(slots) == set(legend)
 
 
+@pytest.mark.nightly
 def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
     press(page, "l")
     wait_for_record(page, stepper)
@@ -202,6 +207,7 @@ def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
     assert read_badge(page) == f"recorded: 1 of {frames}"
 
 
+@pytest.mark.nightly
 def test_play_runs_the_step_to_its_end(stepper: Stepper, page: PageHarness):
     press(page, "p")
     page.page.get_by_label("Speed").select_option("4")
@@ -270,6 +276,7 @@ def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Steppe
         assert all(row[at + 2] == pytest.approx(total, rel=0.02, abs=0.02) for row in rows)
 
 
+@pytest.mark.nightly
 def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: PageHarness):
     for _ in range(2):
         press(page, "f")
@@ -308,6 +315,7 @@ def wait_until(page: PageHarness, test: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in 5 s")
 
 
+@pytest.mark.nightly
 def test_motion_moves_and_ends(chromium: object, stepper: Stepper):
     moving = PageHarness(chromium, stepper.view)
     moving.settle()

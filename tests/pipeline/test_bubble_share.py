@@ -17,6 +17,7 @@ def idle(name: str, placement, directions, micro_batches: int) -> float:
     return make_schedule(name, placement, [Batch(*each) for each in zip(directions, numbers, strict=True)]).idle_share
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", LINES)
 def test_one_stage_on_a_rank(name, ranks):
@@ -26,7 +27,7 @@ def test_one_stage_on_a_rank(name, ranks):
             assert share == compute_bubble_share(name, ranks, micro_batches)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("per_rank", [2, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", LINES)
@@ -38,6 +39,7 @@ def test_several_stages_on_a_rank(name, ranks, per_rank):
         assert share == formula if micro_batches % ranks == 0 else share >= formula
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_gems(ranks, count):

@@ -104,6 +104,7 @@ def predict(chain: Sizes, machine: Machine | str, precision: str) -> Forecast:
     return forecast(chain.graph(plan, LARGE), plan, resolve_machine(machine))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["DGX A100", "DGX H100", "Summit"])
 def test_times_follow_the_precision_of_the_plan(chain, name):
     """Whichever of the two machines is named; that both agree is what their numbers say, as before."""

@@ -75,7 +75,7 @@ def moves_of(skips: bool) -> list[int]:
     return sorted(size for segment in way.segments.values() for size in segment.moves)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "different"),
     [

@@ -31,7 +31,8 @@ from engines.train.training import RankTraining
 from engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 from tests.predict.measured import live_values
-from tests.spatial.drawn import Calls, Geometry, geometries, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Calls, Geometry, geometries, seeds
 from tests.zoo import Segmenter, Skips
 
 
@@ -91,7 +92,7 @@ class Read(nn.Module):
         return torch.cat([reader(x) for reader in self.readers], 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "grid"),
     [
@@ -148,6 +149,7 @@ def test_pools(g: Geometry, seed: int):
     assert_exact(divided, pixels, overlapping(g.grid))
 
 
+@pytest.mark.nightly
 @trials(10)
 @given(g=geometries(), seed=seeds)
 def test_transposed_convolution(g: Geometry, seed: int):
@@ -165,7 +167,7 @@ def test_values_that_several_layers_read(grid: str, fused: int):
     assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), overlapping(grid, fused))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -190,7 +192,7 @@ def test_with_other_knobs(knobs: dict[str, Any]):
 # ---- what it costs in memory, and what it hides
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("again", [False, True])
 def test_an_interior_is_completed_in_its_memory_or_begun_again(again: bool):
     """What waits for backward takes no memory beside the outputs', or with `checkpoint_activations` does not wait."""
@@ -225,6 +227,7 @@ class Net(nn.Module):
         return self.last(self.second(self.norm(self.first(x))))
 
 
+@pytest.mark.nightly
 def test_a_step_given_up_between_halves_leaves_nothing_behind():
     recipe = prepare(Net().double(), overlapping("1x2"), (1, 3, 16, 20), lambda x, _: x.sum(), device="cpu")
     images, labels = whole_numbers(1, 3, 16, 20), torch.tensor([1])

@@ -76,7 +76,7 @@ def walked(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit:
         yield at
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(3)
 @every_plan
 @pytest.mark.parametrize("unit", UNITS)
 def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan, unit: str):
@@ -84,6 +84,7 @@ def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan,
     assert not any(is_open(order, at) for at in walked(order, described(plan), unit))
 
 
+@pytest.mark.sampled(3)
 @every_plan
 def test_a_way_by_instructions_can_be_gone_and_ends_where_it_was_to(plan: Plan):
     order = compiled(plan)[2]

@@ -226,7 +226,7 @@ def test_peek_refuses_what_the_rank_does_not_hold():
         assert "images" in told
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @every_plan
 def test_released_values_are_gone(plan: Plan):
     """When a step is over, what segments handed on is gone: only loss, prediction and moments are kept."""

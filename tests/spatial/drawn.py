@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engines.spatial.tiles import Grid, split_axis
 from engines.spatial.windows import SlidingWindow, compute_halo_widths
 from tests.exact import assert_exact, tiled
-from tests.sampling import EVERYTHING
 
 Pair = tuple[int, int]
 seeds = st.integers(0, 2**16)
-
-
-def trials(count: int) -> settings:
-    """So many random cases; in `make test` a quarter of them."""
-    return settings(max_examples=count if EVERYTHING else max(5, count // 4), suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, find, given, settings
+from hypothesis import assume, find, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Axes, Grid, Tile
 from engines.spatial.windows import SlidingWindow, compute_halo_widths, compute_window
 from tests.exact import finish, whole_numbers
+from tests.sampling import trials
 
 AXES = {"a share of the batch": (-4,), "a tile": (-2, -1), "a block": (-3, -2, -1), "all axes": (-4, -3, -2, -1)}
 DIMENSIONS = {(-3, -2, -1): 5}  # (N, C, D, H, W); the others are (N, C, H, W)
@@ -153,7 +154,7 @@ def run_case(world: LoopbackWorld, case: Case, wholes: dict[str, Tensor]) -> tup
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_ranks_compute_the_whole_to_the_bit(axes: Axes):
-    @settings(max_examples=40)
+    @trials(40)
     @given(case=cases(axes))
     def check(case: Case) -> None:
         with one_process(case) as (x, y):

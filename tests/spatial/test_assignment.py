@@ -14,7 +14,8 @@ from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, ready, tiled, whole_numbers
-from tests.spatial.drawn import Calls, Pair, check, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Calls, Pair, check, images_on_grids, seeds
 
 Write = Callable[[Tensor, Tensor], None]
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from engines.errors import TraceError
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 

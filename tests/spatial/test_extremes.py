@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds
 
 EXTREMES = {
     "amax over space": lambda x: x.amax((2, 3)),
@@ -44,6 +45,7 @@ def test_extremes(name: str, case: tuple[Grid, Pair], high: int, seed: int):
     check(function, image, grid)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int8, torch.int64])
 def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

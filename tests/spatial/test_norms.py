@@ -17,7 +17,8 @@ from engines.plan import Plan
 from engines.spatial.kernels import get_kernel
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 

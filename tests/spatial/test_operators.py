@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images_on_grids, seeds
 
 # ---- the space that is searched
 

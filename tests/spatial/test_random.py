@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +21,8 @@ from engines.train.recipe import prepare
 from engines.train.training import RankTraining
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds
 
 CPU = torch.device("cpu")
 
@@ -182,7 +183,7 @@ def test_draws_of_the_generator_are_the_same_when_computed_again(name: str):
     assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
 
 
-@settings(max_examples=50)
+@trials(50)
 @given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 2**31))
 def test_seeds_of_steps_are_words(seed: int, step: int):
     assert 0 <= compute_step_seed(seed, step) < 2**64 != compute_step_seed(seed, step + 1)

@@ -15,7 +15,8 @@ from engines.errors import TraceError
 from engines.spatial.entries.interpolation import find_taps
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Pair, check, images_on_grids, seeds
 
 SMOOTH = [
     {"mode": "bilinear"},
@@ -59,6 +60,7 @@ def test_nearest_is_refused_where_the_gradient_is_that_of_other_pixels():
         check(lambda x: F.interpolate(x, size=(164, 4)), whole_numbers(1, 1, 64, 4), Grid(2, 1))
 
 
+@pytest.mark.nightly
 @trials(20)
 @given(case=images_on_grids(), scale=st.tuples(*[st.sampled_from([1, 2, 4])] * 2), seed=seeds)
 def test_bilinear_by_powers_of_two_is_bit_equal(case: tuple[Grid, Pair], scale: Pair, seed: int):

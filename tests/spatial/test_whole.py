@@ -16,7 +16,8 @@ from engines.spatial.local_rules import WHOLE_PX
 from engines.spatial.tiles import Grid
 from engines.train.recipe import prepare
 from tests.exact import close, tiled, whole_numbers, with_whole_weights
-from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds, trials
+from tests.sampling import trials
+from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds
 
 
 def attention(x: Tensor) -> Tensor:

@@ -240,6 +240,7 @@ def orthogonal(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return Orthogonal([{"params": matrices, "orthogonal": True}, {"params": others}])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [STAGES, TILES], ids=["stages", "tiles"])
 def test_an_optimiser_of_matrices_is_tried_on_the_models_shapes(plan: Plan):
     model = net()

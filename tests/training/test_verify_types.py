@@ -79,6 +79,7 @@ def follow_type(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
 
 
+@pytest.mark.nightly
 def test_a_loss_that_casts_to_float32_itself_meets_constants_of_float32():
     def loss(prediction: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(prediction.float(), labels, weight=torch.tensor([1.0, 3.0, 0.1]))
@@ -94,6 +95,7 @@ def fixed_weights(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1], dtype=torch.float32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "loss", "precision"),
     [(net, fixed_weights, "float32"), (FixedType, LOSS, "float32"), (FixedType, LOSS, "bfloat16")],
@@ -109,6 +111,7 @@ def test_what_cannot_follow_is_compared_in_float32_and_said(model: Callable[[], 
         assert training.verify(precision="float32")["ok"]
 
 
+@pytest.mark.nightly
 def test_a_fault_that_the_rounding_of_float32_does_not_explain(monkeypatch: pytest.MonkeyPatch):
     right = GradientBucket.finish
 
@@ -194,6 +197,7 @@ def test_constants_follow_a_plan_of_float64(make: Callable[[], nn.Module], loss:
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.nightly
 def test_held_out_images_are_judged_with_the_constants_of_the_training():
     images = SyntheticImages(4, SHAPE[2:], classes=3)
     with verifying(net(), weigh_classes, precision="float64") as training:
