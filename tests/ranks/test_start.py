@@ -65,6 +65,18 @@ def test_mpi_begins_with_a_home_that_nobody_else_can_write(ours, expected, users
     assert os.environ.get("HOME") == users
 
 
+def test_a_rank_begins_mpi_before_its_own_program(tmp_path):
+    library = tmp_path / "mpi4py"  # in place of the real one, which says nothing about when it began
+    library.mkdir()
+    (library / "__init__.py").touch()
+    (library / "MPI.py").write_text("import os\nhome = os.environ['HOME']", encoding="utf-8")
+    shows = "import json, os, mpi4py.MPI; print(json.dumps({'MPI': mpi4py.MPI.home, 'user': os.environ['HOME']}))"
+    (library / "__main__.py").write_text(shows, encoding="utf-8")
+    variables = start.make_home_variables("/cluster", {"HOME": "/home/me"})
+    homes = run(start.make_command("mpi4py"), **variables, PYTHONPATH=str(tmp_path))
+    assert homes == {"MPI": "/cluster", "user": "/home/me"}
+
+
 @pytest.mark.parametrize("chosen", [None, "/mine"])
 def test_ranks_run_no_compiled_code_that_others_can_have_made(chosen, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
