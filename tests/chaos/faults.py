@@ -254,6 +254,12 @@ def disarm(host: RankServer) -> None:
             vars(each).pop(name, None)
 
 
+@allow_during_step
+def speak(host: RankServer) -> None:
+    """Wait for all ranks, by MPI."""
+    host.world.barrier()
+
+
 def strike(fault: Fault) -> None:
     """Have it happen now, to `pids` or to this process."""
     if not fault.is_noted:

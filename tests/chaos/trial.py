@@ -27,7 +27,7 @@ from mpi4dl_nb.launch.reaper_process import MARK, is_running
 from mpi4dl_nb.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.training.training import Training
-from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
+from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, speak, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
 
 HANG_AFTER_S = 3.0
@@ -148,14 +148,20 @@ class Trial:
         """What has come of it; a fault may show only now, if a helper takes its time to end."""
         cluster, fault = self.training.cluster, self.verdict.fault
         if fault.is_noted and self.verdict.told_s is None:
-            if "cut" in fault.kind:  # MPI notices by itself that a rank has lost its connection, and ends the rank then
-                self._wait_while(lambda: len(roles(cluster._ranks._place.name).get("rank", ())) == PLAN.ranks)
+            if "cut" in fault.kind:  # MPI ends a rank that has lost its connection, once the rank speaks
+                self._wait_while(lambda: self._speak() == PLAN.ranks)
             elif fault.kind == "terminate" and fault.whom in HELPERS:
                 asked = [process for process in family(cluster._ranks._place.name) if process.pid in fault.pids]
                 self._wait_while(lambda: any(map(is_running, asked)))
         give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
         cluster.call(disarm)
         self._state = self.training.state_dict()
+
+    def _speak(self) -> int:
+        """Have all ranks speak with each other by MPI, and return how many there are then."""
+        cluster = self.training.cluster
+        cluster.call(speak)
+        return len(roles(cluster._ranks._place.name).get("rank", ()))
 
     def _wait_while(self, is_whole: Callable[[], bool]) -> None:
         """Wait a few seconds at most until something has ended: before that there is nothing to tell."""
