@@ -1,0 +1,12 @@
+"""Run the comparison, and print its lines as they come."""
+
+import sys
+
+from engines.errors import PlanError
+from tests.peers.compare import print_comparison
+
+try:
+    for line in print_comparison(sys.argv[1:]):
+        print(line, flush=True)
+except PlanError as error:
+    sys.exit(f"PlanError: {error}")
