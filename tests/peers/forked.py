@@ -71,7 +71,7 @@ def _wait(ranks: list[BaseProcess], limit_s: float) -> str:
 
 def _read_results(folder: Path) -> Arrays:
     results: Arrays = {}
-    for path in folder.glob("*.npz"):
+    for path in sorted(folder.glob("*.npz")):
         with suppress(ValueError, OSError, BadZipFile), np.load(path) as file:  # one may have been killed as it wrote
             results |= dict(file)
     return results
