@@ -19,8 +19,8 @@ MESHES = {2: ((2,), (Shard(2),)), 4: ((2, 2), (Shard(2), Shard(3)))}
 
 
 def get_version() -> str:
-    """Return the version of PyTorch."""
-    return torch.__version__
+    """Return the version of PyTorch, without that of its build."""
+    return torch.__version__.partition("+")[0]
 
 
 def open_mesh(rank: int, ranks: int, folder: Path) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -45,7 +45,7 @@ def test_a_peer_has_a_line_for_each_job():
     lines = list(compare.run_system("torch DTensor", 2, SOME))
     assert [line["job"] for line in lines] == SOME
     assert {line["verdict"] for line in lines} <= {"exact", "wrong", "refused"}
-    assert all(line["version"] == torch.__version__ for line in lines)
+    assert all(torch.__version__.startswith(line["version"]) for line in lines)
 
 
 def test_what_is_not_installed_is_a_line_too(monkeypatch):

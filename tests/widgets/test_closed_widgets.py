@@ -73,7 +73,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     return found
 
 
-def is_soon(test: Callable[[], bool], most_s: float = 30) -> bool:
+def is_soon(test: Callable[[], bool], most_s: float = 120) -> bool:
     stop = time.monotonic() + most_s
     while not (found := test()) and time.monotonic() < stop:
         time.sleep(0.1)
