@@ -13,8 +13,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from physicsnemo.distributed import DistributedManager
-from physicsnemo.domain_parallel import register_custom_ops, scatter_tensor
 
 from tests.peers.dtensor import MESHES
 from tests.peers.forked import run_forked
@@ -30,6 +28,9 @@ def get_version() -> str:
 
 def run_jobs(names: list[str], ranks: int) -> Iterator[Outcome]:
     """Do jobs in as many processes, one job after another."""
+    from physicsnemo.distributed import DistributedManager
+    from physicsnemo.domain_parallel import register_custom_ops, scatter_tensor
+
     register_custom_ops()  # which is done at the import where there is a GPU
 
     def compute(job: Job, rank: int, folder: Path) -> Iterator[Arrays]:
