@@ -25,7 +25,7 @@ from engines.cli.options import FlagParser, parse_positive
 from engines.errors import PlanError
 from engines.formatting import describe_unknown
 from tests.peers.jobs import JOBS, Arrays, find_job
-from tests.peers.outcome import EXACT, measure_errors
+from tests.peers.outcome import CUT_OFF, EXACT, measure_errors
 from tests.peers.table import split_page, write_table
 from tests.peers.torch_operators import compute_reference
 from tests.peers.work import NEEDS, SYSTEMS
@@ -92,7 +92,7 @@ def run_system(system: str, ranks: int, jobs: Sequence[str], limit_s: float = _L
                 left.remove(answer["job"])
                 yield {**about, **_judge(answer)}
             else:
-                yield from ({**about, "job": job, "verdict": "refused", "reason": answer["failure"]} for job in left)
+                yield from ({**about, "job": job, **_name_failure(answer["failure"])} for job in left)
 
 
 def _ask(system: str, ranks: int, folder: str, jobs: Sequence[str], limit_s: float) -> Iterator[dict[str, str]]:
@@ -108,18 +108,26 @@ def _ask(system: str, ranks: int, folder: str, jobs: Sequence[str], limit_s: flo
         if code := process.returncode:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [""])[-1]
-            yield {"failure": f"cut off after {limit_s:g} s" if code == 124 else f"ended with code {code}: {last}"}
+            yield {"failure": f"{CUT_OFF} after {limit_s:g} s" if code == 124 else f"ended with code {code}: {last}"}
 
 
 def _judge(answer: dict[str, str]) -> Line:
-    """A result that is wrong counts, also where the job fails after it."""
+    """A result that is wrong counts, also where the job fails after it; one that is missing is a failure."""
+    reference = _get_reference(answer["job"])
     with np.load(answer["results"]) as file:
-        errors = measure_errors(dict(file), _get_reference(answer["job"]))
-    is_right = max(errors.values(), default=0.0) <= EXACT
-    verdict = "wrong" if not is_right else "refused" if answer["refusal"] else "exact"
-    reason = {"reason": answer["refusal"]} if answer["refusal"] else {}
+        results = dict(file)
+    errors = measure_errors(results, reference)
+    missing = ", ".join(reference.keys() - results.keys())
+    failure = answer["refusal"] or (f"no result for {missing}" if missing else "")
+    verdict: Line = _name_failure(failure) if failure else {"verdict": "exact"}
+    if max(errors.values(), default=0.0) > EXACT:
+        verdict |= {"verdict": "wrong"}
     rounded = {name: float(f"{error:.2g}") if isfinite(error) else None for name, error in errors.items()}
-    return {"job": answer["job"], "verdict": verdict, **rounded, **reason}
+    return {"job": answer["job"], **rounded, **verdict}
+
+
+def _name_failure(reason: str) -> Line:
+    return {"verdict": "cut off" if reason.startswith(CUT_OFF) else "error", "reason": reason}
 
 
 def _is_installed(package: str | None) -> bool:

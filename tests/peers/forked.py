@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +14,9 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from engines.comm.supervisor import end_with_parent
 from tests.peers.jobs import Arrays, Job, find_job
-from tests.peers.outcome import Outcome
+from tests.peers.outcome import CUT_OFF, Outcome
 
 LIMIT_S = 60.0
 """How long a job may take."""
@@ -30,17 +32,18 @@ def run_forked(names: list[str], processes: int, compute: Compute, limit_s: floa
     """
     context = multiprocessing.get_context("fork")
     for name in names:
-        with tempfile.TemporaryDirectory() as made:
-            folder, job = Path(made), find_job(name)
+        with tempfile.TemporaryDirectory() as path:
+            folder, job = Path(path), find_job(name)
             ranks: list[BaseProcess] = [
-                context.Process(target=_work, args=(compute, job, rank, folder), daemon=True)
+                context.Process(target=_work, args=(compute, job, rank, folder, os.getpid()), daemon=True)
                 for rank in range(processes)
             ]
             reason = _wait(ranks, limit_s)
             yield Outcome(name, _read_results(folder), _read_error(folder) or reason)
 
 
-def _work(compute: Compute, job: Job, rank: int, folder: Path) -> None:
+def _work(compute: Compute, job: Job, rank: int, folder: Path, parent: int) -> None:
+    end_with_parent(parent)  # which is killed if it takes too long
     try:
         for number, results in enumerate(compute(job, rank, folder)):
             if rank == 0:
@@ -66,7 +69,7 @@ def _wait(ranks: list[BaseProcess], limit_s: float) -> str:
         rank.join()
     if any(codes):
         return f"its processes ended with codes {codes}"
-    return f"cut off after {limit_s:g} s" if None in codes else ""
+    return f"{CUT_OFF} after {limit_s:g} s" if None in codes else ""
 
 
 def _read_results(folder: Path) -> Arrays:

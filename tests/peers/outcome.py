@@ -12,6 +12,9 @@ from tests.peers.jobs import Arrays
 EXACT = 1e-12
 """The largest error of a result that differs by rounding alone, in float64 and relative to the largest value."""
 
+CUT_OFF = "cut off"
+"""What the reason begins with where a job took too long."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -44,7 +47,7 @@ def test_this_project_is_exact_in_every_job(ranks: int):
 def test_a_peer_has_a_line_for_each_job():
     lines = list(compare.run_system("torch DTensor", 2, SOME))
     assert [line["job"] for line in lines] == SOME
-    assert {line["verdict"] for line in lines} <= {"exact", "wrong", "refused"}
+    assert {line["verdict"] for line in lines} <= {"exact", "wrong", "error"}
     assert all(torch.__version__.startswith(line["version"]) for line in lines)
 
 
@@ -56,9 +59,9 @@ def test_what_is_not_installed_is_a_line_too(monkeypatch):
 
 def test_a_system_that_cannot_begin_or_end_is_cut_off():
     (line,) = compare.run_system("another", 2, SOME[:1])
-    assert (line["verdict"], line["reason"]) == ("refused", "ended with code 1: KeyError: 'another'")
+    assert (line["verdict"], line["reason"]) == ("error", "ended with code 1: KeyError: 'another'")
     (line,) = compare.run_system("mpi4dl_nb", 2, SOME[:1], limit_s=0.2)
-    assert line["reason"] == "cut off after 0.2 s"
+    assert (line["verdict"], line["reason"]) == ("cut off", "cut off after 0.2 s")
 
 
 def test_jobs_fail_hang_and_die_alone():
@@ -82,6 +85,31 @@ def test_jobs_fail_hang_and_die_alone():
     assert (done.refusal, sorted(done.results)) == ("", ["image", "output"])
 
 
+def test_the_processes_of_a_job_end_with_their_parent(tmp_path):
+    (tmp_path / "parent.py").write_text(
+        "import os, time\n"
+        "from tests.peers.forked import run_forked\n"
+        "def compute(job, rank, folder):\n"
+        f"    open('{tmp_path}/pid', 'w').write(f'{{os.getpid()}} ')\n"
+        "    time.sleep(600)\n"
+        f"list(run_forked(['{NAMES[0]}'], 1, compute))\n",
+        encoding="utf-8",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=environment) as parent:
+        pid = tmp_path / "pid"
+        assert wait_for(lambda: pid.exists() and pid.read_text().endswith(" "))
+        parent.kill()
+    assert wait_for(lambda: not psutil.pid_exists(int(pid.read_text())))
+
+
+def wait_for(condition: Callable[[], bool], most_s: float = 30) -> bool:
+    deadline = time.monotonic() + most_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
 def test_errors_are_relative_to_the_largest_value():
     reference = {"output": np.array([4.0, 1.0]), "image": np.array([2.0]), "a": np.array([1.0]), "b": np.array([10.0])}
     results = {"output": np.array([4.0, 2.0]), "a": np.array([1.0]), "b": np.array([5.0])}
@@ -92,14 +120,22 @@ def test_errors_are_relative_to_the_largest_value():
 
 @pytest.mark.parametrize(
     ("factor", "refusal", "verdict"),
-    [(1, "", "exact"), (1.5, "", "wrong"), (1, "no backward", "refused"), (1.5, "no backward", "wrong")],
+    [(1, "", "exact"), (1.5, "", "wrong"), (1, "no backward", "error"), (1.5, "no backward", "wrong")],
 )
 def test_a_wrong_result_counts_also_where_the_job_fails_after_it(factor, refusal, verdict, tmp_path):
     reference = compute_reference(JOBS[0])
-    np.savez(tmp_path / "results.npz", output=factor * reference["output"])
+    reference["output"] *= factor
+    np.savez(tmp_path / "results.npz", **reference)
     answer = {"job": JOBS[0].name, "results": str(tmp_path / "results.npz"), "refusal": refusal}
     line = compare._judge(answer)
     assert (line["verdict"], line["output"], line.get("reason", "")) == (verdict, factor - 1, refusal)
+
+
+def test_a_job_without_all_results_is_not_exact(tmp_path):
+    np.savez(tmp_path / "results.npz", output=compute_reference(JOBS[0])["output"])
+    line = compare._judge({"job": JOBS[0].name, "results": str(tmp_path / "results.npz"), "refusal": ""})
+    assert line["verdict"] == "error"
+    assert "kernel" in line["reason"]
 
 
 def test_the_table_takes_its_place_in_a_page(tmp_path):
@@ -110,7 +146,7 @@ def test_the_table_takes_its_place_in_a_page(tmp_path):
         {**about, "job": "pool", "verdict": "exact", "output": 0.0, "image": 3e-16},
         {**about, "job": "norm", "verdict": "wrong", "output": 0.28, "weights": 2.8},
         {**about, "job": "slice", "verdict": "wrong", "output": None},
-        {**about, "job": "roll", "verdict": "refused", "reason": "it cannot"},
+        {**about, "job": "roll", "verdict": "error", "reason": "it cannot"},
     ]
     write_table(page, lines)
     text = page.read_text(encoding="utf-8")
@@ -119,7 +155,7 @@ def test_the_table_takes_its_place_in_a_page(tmp_path):
     assert "old" not in text
     assert make_table(lines) in text
     assert [row.split(" | ")[1] for row in make_table(lines).splitlines()[2:]] == [
-        "3e-16 |", "**2.8** |", "**other shape** |", "refused |",
+        "3e-16 |", "**2.8** |", "**other shape** |", "error |",
     ]  # fmt: skip
 
 
