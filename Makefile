@@ -17,15 +17,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 # Files that import only the standard library and numpy: mypy --strict and doctests run on them.
-PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.py engines/comm/supervisor.py engines/cli/plan_options.py engines/plan.py \
-	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/images/metadata/*.py engines/images/orientation.py \
-	engines/comm/start.py \
-	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py \
-	engines/program/effects.py engines/program/exchange.py engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
-	engines/program/timeline.py engines/comm/all_reduce_sizes.py \
-	engines/predict/machine.py engines/predict/tallies.py engines/predict/cores.py engines/predict/cost.py engines/predict/machines.py \
-	engines/predict/memory_simulation.py engines/predict/links.py engines/predict/machine_checks.py \
-	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py
+PURE := $(addprefix mpi4dl_nb/engines/, \
+	train/checkpoint_folder.py errors.py formatting.py comm/supervisor.py cli/plan_options.py plan.py \
+	spatial/layout.py graph/model_graph.py comm/output.py images/regular_file.py images/metadata/*.py \
+	images/orientation.py comm/start.py spatial/tiles.py spatial/windows.py program/schedule.py \
+	program/effects.py program/exchange.py program/make_schedule.py program/instructions.py \
+	program/program.py program/timeline.py comm/all_reduce_sizes.py predict/machine.py predict/tallies.py \
+	predict/cores.py predict/cost.py predict/machines.py predict/memory_simulation.py predict/links.py \
+	predict/machine_checks.py predict/simulate.py train/asynchrony.py comm/status_board.py)
 
 # Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time, with one
 # thread of PyTorch each: threads that wait for a core spin, which took half of the time.
@@ -114,7 +113,7 @@ bench: $(STAMP)
 	$(BIN)/python -m tests.latency --write
 
 gpu-check:
-	$(PYTHON) -m engines gpu-check
+	$(PYTHON) -m mpi4dl_nb.engines gpu-check
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -37,7 +37,7 @@ class Mpi4dlError(Exception):
 
 
 _WHERE_ALL_IS = "The traceback of PyTorch is hidden: import sys, traceback; traceback.print_exception(sys.last_value)"
-_OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("engines", "mpi4dl_nb"))
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
@@ -45,7 +45,7 @@ def _is_users(filename: str) -> bool:
     """Return whether a frame is in a cell, or in a file that is neither ours nor installed."""
     installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
     generated = filename.startswith("<") and not filename.startswith("<ipython")
-    return not (installed or generated or filename.startswith((*_OURS, _PYTHON)))
+    return not (installed or generated or filename.startswith((_OURS, _PYTHON)))
 
 
 class PlanError(Mpi4dlError, ValueError):

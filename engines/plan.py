@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from engines.errors import PlanError
-from engines.formatting import describe_unknown, format_html_table
-from engines.program.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
-from engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown, format_html_table
+from mpi4dl_nb.engines.program.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
+from mpi4dl_nb.engines.spatial.tiles import Grid
 
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")

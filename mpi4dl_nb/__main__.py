@@ -1,7 +1,7 @@
-"""`python -m mpi4dl_nb -n 5 verify ...`: run a command of the engines on several ranks of this machine.
+"""`mpi4dl-nb -n 5 verify ...`, or `python -m mpi4dl_nb`: run a command of the engines on several ranks of this machine.
 
-This is `mpiexec -n 5 python -m mpi4py -m engines verify ...` with the options and environment that this machine's MPI
-needs. However the command ends, it leaves nothing behind.
+This is `mpiexec -n 5 python -m mpi4py -m mpi4dl_nb.engines verify ...` with the options and environment that this
+machine's MPI needs. However the command ends, it leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from engines.cli.options import FlagParser, parse_positive
-from engines.comm.start import add_variables
-from engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.cli.options import FlagParser, parse_positive
+from mpi4dl_nb.engines.comm.start import add_variables, order_search_path
+from mpi4dl_nb.engines.errors import Mpi4dlError
 from mpi4dl_nb.launch.hosts import read_allocation
 from mpi4dl_nb.launch.mpi_library import make_engine_command, make_mpi_environment
 from mpi4dl_nb.launch.reaper_process import PROGRAM
@@ -23,19 +24,24 @@ from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_c
 from mpi4dl_nb.launch.startup_monitor import check_command
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by the launcher. Exits with code 2 if there is none, or if ranks cannot start here."""
-    flags = FlagParser(prog="python -m mpi4dl_nb", description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Replace this process by the launcher of `arguments`, by default those of this process.
+
+    Exits with code 2 if there is no launcher, or if ranks cannot start here.
+    """
+    flags = FlagParser(prog="mpi4dl-nb", description=__doc__.splitlines()[0])
     flags.add_argument(
         "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="number of ranks (default: 1)"
     )
     flags.add_argument(
         "command", nargs=argparse.REMAINDER, help="verify, train, predict, bench, page ..., with its flags"
     )
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["page"]:  # no ranks: this process makes it
             from mpi4dl_nb.page_command import save_requested_page
 
+            sys.path[:] = order_search_path([str(Path.cwd()), *sys.path])  # as for ranks: the user's modules are there
             print(save_requested_page(arguments[1:]))
             sys.exit(0)
         chosen = flags.parse_args(arguments)
@@ -76,4 +82,4 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from engines.cli.options import parse_positive
-from engines.comm.device import count_cores
-from engines.images.dataset import SyntheticImages
-from engines.models import resnet20_v1
-from engines.train.training_events import EpochResult, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
+from mpi4dl_nb.engines.cli.options import parse_positive
+from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.train.training_events import EpochResult, SkippedImage, StepResult
 from mpi4dl_nb.training.fit_run import History
 
 

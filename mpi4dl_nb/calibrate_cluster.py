@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from engines.comm.device import count_cores, get_memory_bytes
-from engines.errors import PlanError, RankError
-from engines.images.regular_file import read_bounded
-from engines.predict.calibrate import Calibration
-from engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
-from engines.predict.machine import Machine
-from engines.predict.machine_checks import MOST_ELSEWHERE
-from engines.predict.tallies import CLASSES
-from engines.train import rank_functions
+from mpi4dl_nb.engines.comm.device import count_cores, get_memory_bytes
+from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.predict.calibrate import Calibration
+from mpi4dl_nb.engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machine_checks import MOST_ELSEWHERE
+from mpi4dl_nb.engines.predict.tallies import CLASSES
+from mpi4dl_nb.engines.train import rank_functions
 from mpi4dl_nb.status_line import show_counts
 
 CallRanks = Callable[..., list[Any]]

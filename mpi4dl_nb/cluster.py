@@ -12,13 +12,13 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
-from engines.comm.device import compute_threads_per_rank, count_cores
-from engines.comm.notebook_imports import pack
-from engines.comm.rank_server import recover, recover_and_reset
-from engines.errors import Mpi4dlError, PlanError, RankError
-from engines.formatting import describe_unknown, format_html_table
-from engines.predict.machine import Machine
 from mpi4dl_nb.calibrate_cluster import CalibrationCache, calibrate_cluster
+from mpi4dl_nb.engines.comm.device import compute_threads_per_rank, count_cores
+from mpi4dl_nb.engines.comm.notebook_imports import pack
+from mpi4dl_nb.engines.comm.rank_server import recover, recover_and_reset
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, RankError
+from mpi4dl_nb.engines.formatting import describe_unknown, format_html_table
+from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.launch.hosts import choose_hosts
 from mpi4dl_nb.launch.loopback_ranks import LoopbackRanks, SingleThreadRanks
 from mpi4dl_nb.launch.mpi_library import choose_backend

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.cli.options import parse_positive
-from engines.comm.device import count_cores
-from engines.images.picture import open_image
-from engines.images.sample_data import StainCrops, immunohistochemistry
-from engines.models import resnet110_v2
-from engines.train.oracle import ReferenceTraining
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline
+from mpi4dl_nb.engines.cli.options import parse_positive
+from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.sample_data import StainCrops, immunohistochemistry
+from mpi4dl_nb.engines.models import resnet110_v2
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, slice_method="square")
 Batch = tuple[Tensor, Tensor]

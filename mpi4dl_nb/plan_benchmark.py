@@ -7,17 +7,17 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engines.errors import Mpi4dlError
-from engines.formatting import FactTable, format_bytes, format_number, format_seconds
-from engines.plan import Plan
-from engines.predict.forecast import Forecast, compute_throughput
-from engines.program.compile import compile_plan
-from engines.program.worker import Inputs
-from engines.train import rank_functions
-from engines.train.recipe import Recipe
-from engines.train.training import cut_inputs
-from engines.train.verify import make_batches
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_number, format_seconds
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.worker import Inputs
+from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import cut_inputs
+from mpi4dl_nb.engines.train.verify import make_batches
 from mpi4dl_nb.status_line import ProgressCallback
 
 

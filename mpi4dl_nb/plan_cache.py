@@ -11,26 +11,26 @@ from threading import Lock, RLock
 
 from torch import nn
 
-from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph
-from engines.graph.model_state import ModelState
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.plan import Plan
-from engines.predict import forecast as predicted
-from engines.predict import sizes, studies
-from engines.predict.forecast import Forecast, RankLoad, count_load, forecast_programs, with_memory, with_time
-from engines.predict.machine import Machine
-from engines.predict.machines import resolve_machine
-from engines.predict.rank_memory import RankMemory, predict_rank_memory
-from engines.predict.rank_tally import build_tallies
-from engines.predict.sizes import Sizes
-from engines.predict.tallies import RankTally
-from engines.program.compile import Compiler
-from engines.program.program import Program
-from engines.train.optimiser_trial import count_optimiser_states
-from engines.train.optimisers import Optimiser
-from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.model_state import ModelState
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict import forecast as predicted
+from mpi4dl_nb.engines.predict import sizes, studies
+from mpi4dl_nb.engines.predict.forecast import Forecast, RankLoad, count_load, forecast_programs, with_memory, with_time
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import resolve_machine
+from mpi4dl_nb.engines.predict.rank_memory import RankMemory, predict_rank_memory
+from mpi4dl_nb.engines.predict.rank_tally import build_tallies
+from mpi4dl_nb.engines.predict.sizes import Sizes
+from mpi4dl_nb.engines.predict.tallies import RankTally
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.status_line import LATER_S, show_status, with_status
 
 KEPT = 24  # plans; the programs of a large model take some megabytes

@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from engines.cli.plan_options import describe_texts
-from engines.errors import Mpi4dlError, PlanError
-from engines.plan import OPTIONS, Plan
-from engines.predict.machine import Machine
 from mpi4dl_nb.draw.plan_picture import MOST_BLOCKS, count_plan, describe_load_groups, measure_gauges
+from mpi4dl_nb.engines.cli.plan_options import describe_texts
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.plan_cache import PlanCache
 from mpi4dl_nb.status_line import show_counts
 

@@ -8,20 +8,20 @@ from functools import cached_property, partial
 
 from torch import Tensor, nn
 
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.plan import Plan
-from engines.predict.explain import Explanation, explain
-from engines.predict.forecast import Forecast, check_order
-from engines.predict.machine import Machine
-from engines.predict.search import search
-from engines.train.optimiser_trial import count_optimiser_states
-from engines.train.optimisers import Optimiser
-from engines.train.recipe import Recipe, prepare, sgd
 from mpi4dl_nb.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import Explanation, explain
+from mpi4dl_nb.engines.predict.forecast import Forecast, check_order
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.search import search
+from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare, sgd
 from mpi4dl_nb.plan_benchmark import (
     Candidate,
     PlanTrial,

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from engines.comm.output import OutputLine
-from engines.comm.rank_server import Failure, Reply
-from engines.errors import (
+from mpi4dl_nb.engines.comm.output import OutputLine
+from mpi4dl_nb.engines.comm.rank_server import Failure, Reply
+from mpi4dl_nb.engines.errors import (
     CheckpointError,
     DamagedError,
     ImageError,
@@ -24,8 +24,8 @@ from engines.errors import (
     TraceError,
     UnreadableError,
 )
-from engines.formatting import format_seconds
-from engines.train.interrupts import defer_interrupt
+from mpi4dl_nb.engines.formatting import format_seconds
+from mpi4dl_nb.engines.train.interrupts import defer_interrupt
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
 # Detection of hangs: ranks that wait for each other without progress, where, and since when.
@@ -126,7 +126,7 @@ class Ranks(Protocol):
         """Return the number of ranks, including lost ones."""
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
-        """Start `engines.comm.rank_server.execute` on one rank."""
+        """Start `mpi4dl_nb.engines.comm.rank_server.execute` on one rank."""
 
     def interrupt(self) -> None:
         """Interrupt every rank that is working, if possible."""

@@ -25,11 +25,11 @@ from typing import Any
 
 import psutil
 
-from engines.comm.notebook_imports import NotebookImports, SourceVersion, pack
-from engines.errors import PlanError
+from mpi4dl_nb.engines.comm.notebook_imports import NotebookImports, SourceVersion, pack
+from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.module_constants import parse_constants
 
-_OURS = ("engines", "mpi4dl_nb")
+_OURS = "mpi4dl_nb"
 _HASHED, _MOST = 1, 0xFFFFFFFF  # of .pyc files: the flag of those without a time; fields have 32 bits
 _ANOTHER: SourceVersion = (0, 0)  # differs from the version of every file
 
@@ -195,7 +195,7 @@ def is_user_module(name: str, module: object) -> bool:
     origin = getattr(spec, "origin", None)
     if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
         return False
-    if name == "__main__" or name.partition(".")[0] in _OURS:
+    if name == "__main__" or spec.name.partition(".")[0] == _OURS:  # a module of ours may have an old name too
         return False
     return not origin.startswith(_get_install_folders())
 

@@ -9,17 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.graph.model_graph import MODEL, TensorSpec
-from engines.graph.outputs import call_loss, collect_from_prediction
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
-from engines.program.compile import Compiler
-from engines.program.worker import Worker
-from engines.spatial.rng import CounterRNGMode
-from engines.spatial.tiles import Tile
-from engines.train.recipe import prepare
-from engines.train.training import cut_inputs
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.graph.model_graph import MODEL, TensorSpec
+from mpi4dl_nb.engines.graph.outputs import call_loss, collect_from_prediction
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.rng import CounterRNGMode
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import cut_inputs
 
 Same = Callable[[Tensor, Tensor], bool]
 close: Same = partial(torch.allclose, rtol=1e-12, atol=1e-12)

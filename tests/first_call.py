@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-KINDS = {"plain": "torch", "engines": "engines.comm.device"}
+KINDS = {"plain": "torch", "engines": "mpi4dl_nb.engines.comm.device"}
 PROGRAM = """
 import torch, {module}
 torch.set_num_threads(1)

@@ -22,14 +22,14 @@ from random import Random
 from scipy.stats import kendalltau
 from torch import nn
 
-from engines.errors import RankError
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.predict.explain import explain
-from engines.predict.forecast import Forecast, forecast
-from engines.predict.machine import Machine
-from engines.predict.search import generate_plans
 from mpi4dl_nb import Cluster
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import explain
+from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.search import generate_plans
 from mpi4dl_nb.plan_benchmark import Candidate
 from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from tests.typical import typical

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.images.sample_data import StainCrops, immunohistochemistry
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.images.sample_data import StainCrops, immunohistochemistry
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 
 PRECISIONS = ("float32", "bfloat16")
 Batch = tuple[Tensor, Tensor]

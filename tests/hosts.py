@@ -21,11 +21,11 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from engines.errors import RankError
-from engines.models import resnet20_v1
-from engines.train.oracle import ReferenceTraining, train_reference
-from engines.train.recipe import sgd
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, train_reference
+from mpi4dl_nb.engines.train.recipe import sgd
 from tests.namespaces import Namespaces, namespaces, why_not
 
 RANKS, STEPS, SHAPE = 5, 8, (2, 3, 32, 32)

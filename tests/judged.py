@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from engines.cli import options
-from engines.comm.mpi import MpiWorld
-from engines.graph.model_graph import TensorSpec
-from engines.train.recipe import Recipe, prepare
-from engines.train.verify import verify
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.mpi import MpiWorld
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.verify import verify
 from tests.stock import LOSSES
 
 

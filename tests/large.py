@@ -1,7 +1,7 @@
 """`python -m tests.large [--side-px 30720] [--memory-mb 500]`: a slide larger than memory, predicted on 4 ranks.
 
-Makes a pyramid of tissue, has `python -m engines predict` segment it within a bound of memory for each rank, and
-compares regions of the answer with one process. Prints a line of JSON.
+Makes a pyramid of tissue, has `python -m mpi4dl_nb.engines predict` segment it within a bound of memory for each rank,
+and compares regions of the answer with one process. Prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from skimage.data import immunohistochemistry
 from torch import nn
 
-from engines.images.dataset import to_network_input
-from engines.images.mask_file import MaskFile
-from engines.images.picture import open_image
-from engines.images.picture_reader import Picture
-from engines.models import UNet
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.images.dataset import to_network_input
+from mpi4dl_nb.engines.images.mask_file import MaskFile
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import Picture
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from tests.mpi import mpi_command, mpi_environment
 
 RANKS, LEVELS, TILE, REGION, MARGIN, REGIONS = 4, 4, 512, 1024, 64, 10
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         weights, slide, answer = (Path(scratch, name) for name in ("unet.safetensors", "slide.tif", "classes.tif"))
         model = segmenter(weights)
         make_slide(slide, chosen.side_px - MARGIN, chosen.side_px)
-        command = ["-m", "engines", "predict", "--model", "engines.models:UNet", "--num-classes", CLASSES]
+        command = ["-m", "mpi4dl_nb.engines", "predict", "--model", "mpi4dl_nb:UNet", "--num-classes", CLASSES]
         command += ["--activation", "softmax"]
         command += ["--model-args", json.dumps(ARGUMENTS), "--weights", weights, "--image", slide, "--to", answer]
         command = mpi_command(RANKS, *command, "--memory-mb", chosen.memory_mb)

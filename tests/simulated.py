@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.errors import PlanError
-from engines.graph.trace_cache import TraceCache
-from engines.models import amoebanetd, resnet20_v1, resnet110_v2
-from engines.plan import Plan
-from engines.predict.forecast import forecast
-from engines.predict.machine import Link, Machine, Speed
-from engines.predict.machines import MACHINES
-from engines.predict.search import generate_plans, search
-from engines.predict.tallies import BY_ARITHMETIC, CLASSES
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.models import amoebanetd, resnet20_v1, resnet110_v2
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import forecast
+from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.predict.search import generate_plans, search
+from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
 MADE_UP = Machine(
     "made up: 6 devices on a node", "round numbers of the size of those of a V100 with NVLink and two rails",

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import mpi_library, mpi_ranks, reaper_process, startup_monitor
 
 CASES: dict[str, Case] = {}

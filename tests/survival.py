@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from tests.mpi import TRIES, has_begun, mpi_command, mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6
@@ -63,7 +63,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         saves = ["--save", folder / "saved", "--save-every", 1, "--resume"]
-        command = mpi_command(RANKS, "-m", "engines", "train", *FLAGS, *saves)
+        command = mpi_command(RANKS, "-m", "mpi4dl_nb.engines", "train", *FLAGS, *saves)
         self.folder, self.saved = folder, folder / "saved"
         with (folder / "printed").open("w") as printed, (folder / "errors").open("w") as errors:
             self.process = subprocess.Popen(command, env=mpi_environment(), stdout=printed, stderr=errors)
@@ -90,7 +90,7 @@ class Run:
         """Its MPI processes."""
         try:
             below = psutil.Process(self.process.pid).children(recursive=True)
-            return [each for each in below if "engines" in each.cmdline()]
+            return [each for each in below if "mpi4dl_nb.engines" in each.cmdline()]
         except psutil.Error:
             return []
 

@@ -15,40 +15,40 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PURE = (
-    "engines.train.checkpoint_folder",
-    "engines.errors",
-    "engines.formatting",
-    "engines.comm.supervisor",
-    "engines.cli.plan_options",
-    "engines.plan",
-    "engines.spatial.layout",
-    "engines.graph.model_graph",
-    "engines.comm.output",
-    "engines.images.regular_file",
-    "engines.images.metadata.*",
-    "engines.images.orientation",
-    "engines.comm.start",
-    "engines.spatial.tiles",
-    "engines.spatial.windows",
-    "engines.program.schedule",
-    "engines.program.make_schedule",
-    "engines.program.effects",
-    "engines.program.exchange",
-    "engines.program.instructions",
-    "engines.program.program",
-    "engines.program.timeline",
-    "engines.comm.all_reduce_sizes",
-    "engines.predict.machine",
-    "engines.predict.tallies",
-    "engines.predict.cores",
-    "engines.predict.cost",
-    "engines.predict.machines",
-    "engines.predict.memory_simulation",
-    "engines.predict.links",
-    "engines.predict.machine_checks",
-    "engines.predict.simulate",
-    "engines.train.asynchrony",
-    "engines.comm.status_board",
+    "mpi4dl_nb.engines.train.checkpoint_folder",
+    "mpi4dl_nb.engines.errors",
+    "mpi4dl_nb.engines.formatting",
+    "mpi4dl_nb.engines.comm.supervisor",
+    "mpi4dl_nb.engines.cli.plan_options",
+    "mpi4dl_nb.engines.plan",
+    "mpi4dl_nb.engines.spatial.layout",
+    "mpi4dl_nb.engines.graph.model_graph",
+    "mpi4dl_nb.engines.comm.output",
+    "mpi4dl_nb.engines.images.regular_file",
+    "mpi4dl_nb.engines.images.metadata.*",
+    "mpi4dl_nb.engines.images.orientation",
+    "mpi4dl_nb.engines.comm.start",
+    "mpi4dl_nb.engines.spatial.tiles",
+    "mpi4dl_nb.engines.spatial.windows",
+    "mpi4dl_nb.engines.program.schedule",
+    "mpi4dl_nb.engines.program.make_schedule",
+    "mpi4dl_nb.engines.program.effects",
+    "mpi4dl_nb.engines.program.exchange",
+    "mpi4dl_nb.engines.program.instructions",
+    "mpi4dl_nb.engines.program.program",
+    "mpi4dl_nb.engines.program.timeline",
+    "mpi4dl_nb.engines.comm.all_reduce_sizes",
+    "mpi4dl_nb.engines.predict.machine",
+    "mpi4dl_nb.engines.predict.tallies",
+    "mpi4dl_nb.engines.predict.cores",
+    "mpi4dl_nb.engines.predict.cost",
+    "mpi4dl_nb.engines.predict.machines",
+    "mpi4dl_nb.engines.predict.memory_simulation",
+    "mpi4dl_nb.engines.predict.links",
+    "mpi4dl_nb.engines.predict.machine_checks",
+    "mpi4dl_nb.engines.predict.simulate",
+    "mpi4dl_nb.engines.train.asynchrony",
+    "mpi4dl_nb.engines.comm.status_board",
 )
 NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
 
@@ -82,12 +82,12 @@ def pure_may_import(name: str) -> bool:
 RULES = (
     Rule(
         "engines run without a notebook",
-        applies_to=lambda module: inside(module, "engines"),
-        allows=lambda name: not inside(name, *NOTEBOOK_SIDE),
+        applies_to=lambda module: inside(module, "mpi4dl_nb.engines"),
+        allows=lambda name: inside(name, "mpi4dl_nb.engines") or not inside(name, *NOTEBOOK_SIDE),
     ),
     Rule(
         "only engines/comm speaks MPI",
-        applies_to=lambda module: not inside(module, "engines.comm"),
+        applies_to=lambda module: not inside(module, "mpi4dl_nb.engines.comm"),
         allows=lambda name: not inside(name, "mpi4py"),
     ),
     Rule(
@@ -125,9 +125,19 @@ def imported(tree: ast.Module, package: str, modules: frozenset[str]) -> Iterato
                 yield node.lineno, name if not name.startswith(".") else package + name
 
 
+def name_module(path: str) -> str:
+    """The dotted name of a file's module; the folder of the engines is a package of mpi4dl_nb.
+
+    >>> name_module("engines/comm/mpi.py"), name_module("mpi4dl_nb/draw/__init__.py")
+    ('mpi4dl_nb.engines.comm.mpi', 'mpi4dl_nb.draw')
+    """
+    name = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
+    return name if inside(name, "mpi4dl_nb") else f"mpi4dl_nb.{name}"
+
+
 def complaints(files: dict[str, str]) -> list[str]:
     """One line per forbidden import. `files` is path -> source, the path relative to the root."""
-    names = {path: ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__") for path in files}
+    names = {path: name_module(path) for path in files}
     modules = frozenset(names.values())
     found = []
     for path, source in files.items():
@@ -161,10 +171,10 @@ def test_the_house_keeps_its_arrows():
         ("engines/program/worker.py", "importlib.import_module('mpi4py.MPI')", "mpi4py.MPI"),
         ("mpi4dl_nb/cluster.py", "from mpi4py.MPI import COMM_WORLD", "mpi4py.MPI"),
         ("engines/plan.py", "import torch", "torch"),
-        ("engines/plan.py", "from .spatial import norm", "engines.spatial.norm"),
-        ("engines/spatial/tiles.py", "from . import operator_table", "engines.spatial.operator_table"),
-        ("engines/spatial/tiles.py", "from ..graph.trace import trace", "engines.graph.trace"),
-        ("engines/program/make_schedule.py", "from engines.program import Worker", "engines.program"),
+        ("engines/plan.py", "from .spatial import norm", "mpi4dl_nb.engines.spatial.norm"),
+        ("engines/spatial/tiles.py", "from . import operator_table", "mpi4dl_nb.engines.spatial.operator_table"),
+        ("engines/spatial/tiles.py", "from ..graph.trace import trace", "mpi4dl_nb.engines.graph.trace"),
+        ("engines/program/make_schedule.py", "from ..program import Worker", "mpi4dl_nb.engines.program"),
         ("mpi4dl_nb/draw/plan.py", "import ipywidgets", "ipywidgets"),
         ("mpi4dl_nb/draw/plan.py", "from mpi4dl_nb.widgets import Slicer", "mpi4dl_nb.widgets"),
         ("mpi4dl_nb/draw/plan.py", "from ..widgets import slicer", "mpi4dl_nb.widgets"),
@@ -182,10 +192,10 @@ def test_a_forbidden_import_is_seen(path, source, name):
         ("engines/comm/mpi.py", "from mpi4py import MPI\nimport torch"),
         ("engines/spatial/windows.py", "from . import tiles\nfrom .tiles import Span\nimport numpy as np"),
         ("engines/pipeline/__init__.py", "from .schedule import fill_drain"),
-        ("engines/program/make_schedule.py", "from engines.errors import PlanError\nfrom enum import Enum"),
+        ("engines/program/make_schedule.py", "from mpi4dl_nb.engines.errors import PlanError\nfrom enum import Enum"),
         ("engines/spatial/operator_table.py", "import torch\nfrom ..errors import TraceError"),
         ("mpi4dl_nb/widgets/stepper.py", "import ipywidgets\nfrom mpi4dl_nb.draw import draw_tiles"),
-        ("mpi4dl_nb/cluster.py", "import ipyparallel\nfrom engines.plan import Plan"),
+        ("mpi4dl_nb/cluster.py", "import ipyparallel\nfrom mpi4dl_nb.engines.plan import Plan"),
     ],
 )
 def test_an_allowed_import_is_let_through(path, source):
@@ -195,8 +205,9 @@ def test_an_allowed_import_is_let_through(path, source):
 
 def test_make_test_types_every_pure_file():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    (listed,) = re.findall(r"^PURE := (.*)$", makefile, flags=re.MULTILINE)
-    patterns = listed.split()
-    pure = [path for path in house() if is_pure(".".join(Path(path).with_suffix("").parts))]
+    (listed,) = re.findall(r"^PURE := \$\(addprefix mpi4dl_nb/(engines/, .*)\)$", makefile, flags=re.MULTILINE)
+    folder, _, names = listed.partition(", ")
+    patterns = [folder + name for name in names.split()]
+    pure = [path for path in house() if is_pure(name_module(path))]
     assert pure
     assert [path for path in pure if not any(fnmatch(path, pattern) for pattern in patterns)] == []

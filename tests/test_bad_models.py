@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.plan import Plan
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import assert_exact, close, tiled, weighted_sum, whole_numbers, with_whole_weights
 
 Function = Callable[[Tensor], Tensor]

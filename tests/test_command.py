@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines import models
-from engines.cli import command, options
-from engines.errors import PlanError, TraceError
-from engines.graph.outputs import get_prediction
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
+from mpi4dl_nb.engines import models
+from mpi4dl_nb.engines.cli import command, options
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.outputs import get_prediction
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
 
 # ---- flags
 
@@ -31,7 +31,7 @@ def chosen(*flags: str):
 
 @pytest.mark.nightly
 def test_a_rank_that_is_alone_leaves_no_shared_memory(tmp_path):
-    words = [sys.executable, "-m", "engines", "bench", "overhead", "--iterations", "1"]
+    words = [sys.executable, "-m", "mpi4dl_nb.engines", "bench", "overhead", "--iterations", "1"]
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
     more = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     done = subprocess.run(words, env=alone | more, capture_output=True, text=True, timeout=120, check=False)
@@ -155,7 +155,7 @@ def test_the_balance_of_one_stage():
 # ---- models and optimisers
 
 
-MODEL, UNET = "--model", "engines.models:UNet"
+MODEL, UNET = "--model", "mpi4dl_nb:UNet"
 
 
 def test_a_model_is_built_from_its_name_and_arguments():
@@ -171,7 +171,7 @@ def test_what_the_model_is_told_itself_counts_more():
 
 @pytest.mark.parametrize("arguments", ["[20]", "20"])
 def test_arguments_may_be_a_list_or_one_value(arguments: str):
-    model = options.build_model(chosen(MODEL, "engines.models:resnet_v1", "--model-args", arguments))
+    model = options.build_model(chosen(MODEL, "mpi4dl_nb:resnet_v1", "--model-args", arguments))
     assert model.state_dict().keys() == resnet20_v1().state_dict().keys()
 
 
@@ -195,7 +195,7 @@ NAMES = {
     "resnet20_v1": ("resnet20_v1", {}),
     "amoebanet --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
     "amoebanetd --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
-    "engines.models:resnet_v2 --num-layers 11": ("resnet_v2", {"depth": 11}),
+    "mpi4dl_nb:resnet_v2 --num-layers 11": ("resnet_v2", {"depth": 11}),
     "unet": ("UNet", {}),
     "unet --num-layers 3": ("UNet", {"depth": 3}),
 }
@@ -217,7 +217,7 @@ STOCK = {"monai": "monai.networks.nets:resnet50", "transformers": "transformers:
 @pytest.mark.parametrize("package", STOCK)
 def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypatch):
     pytest.importorskip(package)
-    monkeypatch.setattr("engines.cli.options.find_spec", lambda name: name == package)
+    monkeypatch.setattr("mpi4dl_nb.engines.cli.options.find_spec", lambda name: name == package)
     model = options.build_model(chosen(MODEL, "resnet50", "--num-classes", "7"))
     assert type(model).__module__.startswith(package)
     assert 23_400_000 < sum(p.numel() for p in model.parameters()) < 23_600_000
@@ -227,7 +227,7 @@ def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypa
 
 
 def test_where_no_package_has_a_resnet50(monkeypatch):
-    monkeypatch.setattr("engines.cli.options.find_spec", lambda name: None)
+    monkeypatch.setattr("mpi4dl_nb.engines.cli.options.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"neither MONAI nor transformers is installed: pip install 'monai"):
         options.build_model(chosen(MODEL, "resnet50"))
 
@@ -267,21 +267,21 @@ def test_weights_follow_from_the_seed():
 
 BAD_MODELS = {
     ("no.such.package:net",): (TraceError, "'no.such.package:net' cannot be imported .*Name it PACKAGE.MODULE:"),
-    ("engines.models:resnet21",): (TraceError, "'engines.models:resnet21' cannot be imported"),
-    ("engines.models",): (TraceError, "cannot be imported"),
+    ("mpi4dl_nb.engines.models:resnet21",): (TraceError, "'mpi4dl_nb.engines.models:resnet21' cannot be imported"),
+    ("mpi4dl_nb.engines.models",): (TraceError, "cannot be imported"),
     (":resnet20_v1",): (TraceError, "cannot be imported"),
     (UNET, "--model-args", "{width: 4}"): (PlanError, "'{width: 4}' is not JSON"),
     (UNET, "--model-args", '{"depht": 4}'): (TraceError, "UNet failed with TypeError: .*depht.*Check --model-args"),
     (UNET, "--model-args", "[4]"): (TraceError, "UNet failed with TypeError: .*positional.*Check --model-args"),
-    (UNET, "--model-args", '{"width": {"engines.plan:Plen": {}}}'): (
+    (UNET, "--model-args", '{"width": {"mpi4dl_nb.engines.plan:Plen": {}}}'): (
         TraceError,
-        "'engines.plan:Plen' cannot be imported",
+        "'mpi4dl_nb.engines.plan:Plen' cannot be imported",
     ),
-    (UNET, "--model-args", '{"width": {"engines.plan:Plan": {"x": 0}}}'): (
+    (UNET, "--model-args", '{"width": {"mpi4dl_nb.engines.plan:Plan": {"x": 0}}}'): (
         TraceError,
-        "engines.plan:Plan failed with TypeE",
+        "mpi4dl_nb.engines.plan:Plan failed with TypeE",
     ),
-    ("engines.plan:Plan",): (TraceError, "engines.plan:Plan returned Plan, not a torch.nn.Module"),
+    ("mpi4dl_nb.engines.plan:Plan",): (TraceError, "mpi4dl_nb.engines.plan:Plan returned Plan, not a torch.nn.Module"),
 }
 
 
@@ -343,7 +343,7 @@ def test_a_command_warns_as_a_notebook_does(model: str, flags: tuple[object, ...
 def test_ranks_warn_once(mpiexec):
     sizes = ("--split-size", 2, "--spatial-size", 0, "--batch-size", 4, "--parts", 2, "--max-steps", 1)
     flags = "--model", "tests.test_command:Mixup", "--held-out", "0.2", *map(str, sizes)
-    done = mpiexec(2, "-m", "engines", "train", *flags)
+    done = mpiexec(2, "-m", "mpi4dl_nb.engines", "train", *flags)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("computes with several images at once, as far") == 1  # in training
     assert done.stderr.count("computes with several images at once in evaluation mode") == 1
@@ -385,12 +385,12 @@ def engines(mpiexec, tmp_path, monkeypatch) -> Shell:
     """`engines(ranks, *arguments)` runs the command line in a folder that has the models above in `mine.py`."""
     (tmp_path / "mine.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
-    return lambda ranks, *arguments: mpiexec(ranks, "-m", "engines", *arguments)
+    return lambda ranks, *arguments: mpiexec(ranks, "-m", "mpi4dl_nb.engines", *arguments)
 
 
 @pytest.mark.nightly
 def test_verify_says_ok_in_one_line(engines: Shell):
-    done = engines(5, "verify", "--model", "engines.models:resnet20_v1", "--image-size", 32, "--batch-size", 2)
+    done = engines(5, "verify", "--model", "mpi4dl_nb:resnet20_v1", "--image-size", 32, "--batch-size", 2)
     assert done.returncode == 0, done.stderr
     (text,) = done.stdout.splitlines()
     line = json.loads(text)
@@ -483,7 +483,7 @@ FAILING = {
 @pytest.mark.parametrize(("command", "said"), FAILING.items(), ids=["verify", "train"])
 def test_an_error_of_one_rank_ends_all(mpiexec, command: str, said: str):
     sizes = ("--split-size", 2, "--spatial-size", 0, "--batch-size", 4, "--image-size", 32)
-    done = mpiexec(2, "-m", "engines", *command.split(), *map(str, sizes))
+    done = mpiexec(2, "-m", "mpi4dl_nb.engines", *command.split(), *map(str, sizes))
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert said in line

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.cli import command, options
-from engines.comm.device import choose_device
-from engines.errors import ImageError, PlanError, RankError, TraceError
-from engines.images.picture_reader import ArrayPicture
-from engines.inference.rank_predictor import make_padded_region
-from engines.plan import Plan
-from engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.cli import command, options
+from mpi4dl_nb.engines.comm.device import choose_device
+from mpi4dl_nb.engines.errors import ImageError, PlanError, RankError, TraceError
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture
+from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.layout import check_fits
 from tests.fuzz.commands import OneOfMany, run, write_files
 
 ROOT = Path(__file__).parents[1]

@@ -69,7 +69,7 @@ def test_what_the_code_imports_is_a_direct_dependency():
     providers = packages_distributions()
     undeclared = {
         name: providers.get(name)
-        for name in imported - {"engines", "mpi4dl_nb"}
+        for name in imported - {"mpi4dl_nb"}
         if not DIRECT.keys() & {canonicalize_name(provider) for provider in providers.get(name, [])}
     }
     assert undeclared == {}

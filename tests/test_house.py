@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_arrows import name_module
+
 ROOT = Path(__file__).parents[1]
 FILES = [path for top in ("engines", "mpi4dl_nb") for path in sorted((ROOT / top).rglob("*.py"))]
 
@@ -117,7 +119,7 @@ def test_files_and_functions_are_not_too_long(path: Path):
             assert node.end_lineno - node.lineno < MOST_FUNCTION_LINES, node.name
 
 
-NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+NAMES = {name_module(path.relative_to(ROOT).as_posix()): path for path in FILES}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import CONTRADICTIONS, REFUSED
 
-from engines.cli.plan_options import find_plan_option, find_plan_options, format_value, parse_value
-from engines.errors import Mpi4dlError
-from engines.models import resnet20_v1
-from engines.plan import OPTIONS, Plan
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.cli.plan_options import find_plan_option, find_plan_options, format_value, parse_value
+from mpi4dl_nb.engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.train.recipe import prepare
 
 WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}
 

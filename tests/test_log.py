@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from engines.errors import PlanError
-from engines.train.training_events import EpochLog
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.train.training_events import EpochLog
 
 ONE = {"epoch": 0, "images_per_s": 2.5, "dice": None, "loss": 1e-7}
 TWO = {"epoch": 1, "images_per_s": 3.0, "dice": 0.25, "loss": 0.5}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.graph.output_meaning import OutputMeaning
-from engines.train.training_events import Counts, count_predictions
+from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
+from mpi4dl_nb.engines.train.training_events import Counts, count_predictions
 
 
 def brute(scores: Tensor, labels: Tensor, classes: int) -> list[tuple[int, ...]]:

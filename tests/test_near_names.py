@@ -8,8 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.program.receptive import ReceptiveFields
-from engines.train.asynchrony import Asynchrony
 from mpi4dl_nb import (
     Cluster,
     ImageError,
@@ -28,6 +26,8 @@ from mpi4dl_nb import (
     show_slicing,
 )
 from mpi4dl_nb.draw.halo_points import find_point
+from mpi4dl_nb.engines.program.receptive import ReceptiveFields
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony
 from mpi4dl_nb.training.step_debugger import StepDebugger
 
 PLAN, SHAPE = Plan(split_size=1, slice_method="1x2"), (1, 3, 32, 32)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from engines.bench.halo import make_halo_case, make_halo_parser, make_halo_runner
-from engines.cli import options, train_command
-from engines.comm.loopback import run_ranks
-from engines.comm.world import World
-from engines.images.dataset import SyntheticImages
-from engines.images.loader import LoaderOptions
-from engines.train.recipe import Recipe, count_step_images
-from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
-from engines.train.training import RankTraining
-from engines.train.training_events import StepResult
+from mpi4dl_nb.engines.bench.halo import make_halo_case, make_halo_parser, make_halo_runner
+from mpi4dl_nb.engines.cli import options, train_command
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.images.loader import LoaderOptions
+from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images
+from mpi4dl_nb.engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.training_events import StepResult
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "from-mpi4dl.md"
 ROW = re.compile(

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engines.errors import Mpi4dlError, PlanError
-from engines.plan import Plan
-from engines.spatial.layout import Layout
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.layout import Layout
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from matplotlib import pyplot as plt
 
 import mpi4dl_nb
-from engines.predict.machine_checks import Noise
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.predict.machine_checks import Noise
 from tests.sampling import EVERYTHING
 
 

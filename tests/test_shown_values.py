@@ -17,14 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.lib.pretty import pretty
 
-from engines.formatting import format_bytes, format_seconds
-from engines.models import chain
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.program import count_traffic
-from engines.program.timeline import Timeline
-from engines.train.recipe import prepare
-from engines.train.verify import VerifyResult
 from mpi4dl_nb import (
     MACHINES,
     Candidate,
@@ -39,6 +31,14 @@ from mpi4dl_nb import (
     largest_image,
     scaling,
 )
+from mpi4dl_nb.engines.formatting import format_bytes, format_seconds
+from mpi4dl_nb.engines.models import chain
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import count_traffic
+from mpi4dl_nb.engines.program.timeline import Timeline
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.verify import VerifyResult
 from mpi4dl_nb.plan_benchmark import Measurement
 from mpi4dl_nb.plan_tuner import TuningResult
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from engines.errors import ImageError, PlanError
-from engines.graph import trace_cache
-from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import TraceCache
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.sizes import Sizes
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.graph import trace_cache
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.sizes import Sizes
 from mpi4dl_nb.plan_cache import PlanCache
 
 

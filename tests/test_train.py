@@ -13,24 +13,24 @@ import torch
 from PIL import Image
 from torch import nn
 
-from engines.cli import options, train_command, train_images
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.rank_server import Failure, RankServer, recover_and_reset
-from engines.comm.world import run_on_all, run_on_first
-from engines.errors import ImageError, PlanError, ReleasedError, TraceError
-from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
-from engines.images.loader import LoaderOptions
-from engines.images.picture import open_image
-from engines.images.shard_reader import ShardReader
-from engines.models import UNet
-from engines.plan import Plan
-from engines.program.worker import Inputs
-from engines.spatial.tiles import Tile
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import Recipe, count_step_images, prepare, sgd
-from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
-from engines.train.training import RankTraining
-from engines.train.training_events import Counts, EpochResult, StepResult, summarise
+from mpi4dl_nb.engines.cli import options, train_command, train_images
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.comm.rank_server import Failure, RankServer, recover_and_reset
+from mpi4dl_nb.engines.comm.world import run_on_all, run_on_first
+from mpi4dl_nb.engines.errors import ImageError, PlanError, ReleasedError, TraceError
+from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
+from mpi4dl_nb.engines.images.loader import LoaderOptions
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.shard_reader import ShardReader
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.worker import Inputs
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, prepare, sgd
+from mpi4dl_nb.engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.training_events import Counts, EpochResult, StepResult, summarise
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40
 
@@ -424,7 +424,7 @@ FLAGS = ("--model", "resnet_v1", "--num-layers", 8, "--image-size", 16, "--batch
 @pytest.mark.nightly
 def test_a_training_is_told_as_the_predecessor_tells_it(mpiexec):
     more = ("--num-epochs", 2, "--max-steps", 2, "-v", "--enable-master-comm-opt", "--learning-rate", 0.01)
-    done = mpiexec(5, "-m", "engines", "train", *FLAGS, *more)
+    done = mpiexec(5, "-m", "mpi4dl_nb.engines", "train", *FLAGS, *more)
     assert done.returncode == 0, done.stderr
     first, *lines, last = done.stdout.splitlines()
     assert first.startswith("--enable-master-comm-opt has no effect")
@@ -452,7 +452,7 @@ def test_a_damaged_picture_is_left_out_and_others_judge(mpiexec, tmp_path: Path)
     log = tmp_path / "log.csv"
     images = ("--app", "medical", "--datapath", tmp_path / "pictures", "--held-out", 0.2)
     more = ("--num-workers", 2, "--on-bad-image", "skip", "--log", log, "--num-epochs", 2, "--drop-last")
-    done = mpiexec(5, "-m", "engines", "train", *FLAGS, *images, *more)
+    done = mpiexec(5, "-m", "mpi4dl_nb.engines", "train", *FLAGS, *images, *more)
     assert done.returncode == 0, done.stderr
     left_out = [line for line in done.stdout.splitlines() if line.startswith("Left out from now on: ")]
     assert len(left_out) == 1
@@ -471,7 +471,7 @@ def test_a_damaged_picture_ends_every_rank(mpiexec, tmp_path: Path):
         (tmp_path / name).parent.mkdir()
         Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / name)
     (tmp_path / "b" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    done = mpiexec(5, "-m", "engines", "train", *FLAGS, "--app", "medical", "--datapath", tmp_path)
+    done = mpiexec(5, "-m", "mpi4dl_nb.engines", "train", *FLAGS, "--app", "medical", "--datapath", tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("ImageError: ")
@@ -480,7 +480,7 @@ def test_a_damaged_picture_ends_every_rank(mpiexec, tmp_path: Path):
 
 @pytest.mark.nightly
 def test_what_cannot_be_trained_is_said_in_one_line(mpiexec):
-    done = mpiexec(2, "-m", "engines", "train", "--num-layers", 19)
+    done = mpiexec(2, "-m", "mpi4dl_nb.engines", "train", "--num-layers", 19)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -12,17 +12,17 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.cli import train_command, train_images
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import ImageError, PlanError
-from engines.images.augmented import KINDS, Augmented
-from engines.images.shard_reader import ShardReader
-from engines.images.tables import table_images
-from engines.models import UNet
-from engines.plan import Plan
-from engines.spatial.tiles import Tile
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.cli import train_command, train_images
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.images.augmented import KINDS, Augmented
+from mpi4dl_nb.engines.images.shard_reader import ShardReader
+from mpi4dl_nb.engines.images.tables import table_images
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 
 SIZE = (24, 24)
 PLANS = {
@@ -208,11 +208,11 @@ def test_flags_that_no_images_read(flags: str, said: str):
 
 @pytest.mark.nightly
 def test_a_segmenter_learns_from_a_table_as_a_shell_starts_it(mpiexec, table: Path):
-    flags = ("--model", "engines.models:UNet", "--model-args", '{"num_classes": 2, "width": 4, "depth": 1}')
+    flags = ("--model", "mpi4dl_nb:UNet", "--model-args", '{"num_classes": 2, "width": 4, "depth": 1}')
     plan = ("--split-size", 1, "--slice-method", "1x2", "--num-spatial-parts", 2, "--spatial-size", 1)
     data = ("--app", "medical", "--datapath", table, "--mask-threshold", 127, "--num-classes", 2, "--image-size", 24)
     more = ("--augment", "flip,rotate,crop,stain", "--held-out", 0.25, "--batch-size", 2, "--num-epochs", 2)
-    done = mpiexec(2, "-m", "engines", "train", *flags, *plan, *data, *more, "--learning-rate", 0.05)
+    done = mpiexec(2, "-m", "mpi4dl_nb.engines", "train", *flags, *plan, *data, *more, "--learning-rate", 0.05)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert (line["epochs"], line["steps"]) == (2, 6)

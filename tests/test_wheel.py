@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SMOKE = """
 import os, torch, mpi4dl_nb
-from engines.models import resnet20_v1
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Plan, Slicer, Training
 assert mpi4dl_nb.__file__.startswith(os.getcwd()), mpi4dl_nb.__file__
 with Cluster(2) as cluster:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TypeVar
 
-from engines.predict.machine import Machine, Speed
+from mpi4dl_nb.engines.predict.machine import Machine, Speed
 
 _Measured = TypeVar("_Measured", Machine, Speed)
 

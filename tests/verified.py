@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from engines.bench.gpu_check import launch
-from engines.cli import options
-from engines.program.compile import compile_plan
-from engines.program.program import count_traffic
+from mpi4dl_nb.engines.bench.gpu_check import launch
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import count_traffic
 from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
 
 PAGE = Path(__file__).parents[1] / "VERIFIED.md"
 SIZES = ("128", "100x132")
-RESNETS = ("--model engines.models:resnet110_v2", "--model engines.models:resnet20_v1")
-UNET = "--model engines.models:UNet --num-classes 3"
-AMOEBA = """--model engines.models:amoebanetd --model-args '{"num_layers":6,"num_filters":64}' --batch-size 2"""
+RESNETS = ("--model mpi4dl_nb:resnet110_v2", "--model mpi4dl_nb:resnet20_v1")
+UNET = "--model mpi4dl_nb:UNet --num-classes 3"
+AMOEBA = """--model mpi4dl_nb:amoebanetd --model-args '{"num_layers":6,"num_filters":64}' --batch-size 2"""
 
 # Every model meets every grid, every number of stages and both numbers of spatial stages.
 PLANS = (
@@ -86,7 +86,7 @@ def combined_rows() -> Iterator[str]:
     head = "| combination | flags of `verify`, on as many ranks as it needs | largest gradient error seen |"
     yield f"{head}\n|---|---|---|\n"
     for name, plan in COMBINED.items():
-        flags = shlex.split(f"--model engines.models:resnet20_v1 --image-size 100x132 --batch-size 4 {plan}")
+        flags = shlex.split(f"--model mpi4dl_nb:resnet20_v1 --image-size 100x132 --batch-size 4 {plan}")
         yield f"| {name} | `-n {_ranks(flags)} ... {plan}` | {gradient_error(flags)} |\n"
 
 
@@ -112,7 +112,9 @@ def halo_messages(flags: Sequence[str]) -> int:
 def gradient_error(flags: Sequence[str], loss: str = "") -> str:
     """Of one run of `verify`, with a loss of MONAI's if one is named; where that finds anything wrong, it says so."""
     ranks = _ranks(flags)
-    done = launch(ranks, ["-m", "tests.judged", loss, *flags] if loss else ["-m", "engines", "verify", *flags])
+    done = launch(
+        ranks, ["-m", "tests.judged", loss, *flags] if loss else ["-m", "mpi4dl_nb.engines", "verify", *flags]
+    )
     line = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {"ok": False}
     print(ranks, shlex.join(flags), json.dumps(line), "" if line["ok"] else done.stderr[-300:], flush=True)
     return f"{line['grad_rel']:.0e}" if line["ok"] else WRONG

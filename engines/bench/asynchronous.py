@@ -9,16 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.cli import options
-from engines.comm.world import World, run_on_first
-from engines.errors import PlanError
-from engines.images.sample_data import StainCrops, immunohistochemistry
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.train.asynchrony import MODES, Asynchrony, ReplicaStudy
-from engines.train.recipe import Recipe, prepare
-from engines.train.replica import Feed
-from engines.train.train_replicas import train_replicas
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.world import World, run_on_first
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.images.sample_data import StainCrops, immunohistochemistry
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.asynchrony import MODES, Asynchrony, ReplicaStudy
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.replica import Feed
+from mpi4dl_nb.engines.train.train_replicas import train_replicas
 
 
 def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
@@ -72,7 +72,7 @@ def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Reci
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's flags."""
     flags = options.make_parser("Train synchronous and asynchronous replicas, for study only.")
-    flags.set_defaults(model="engines.models:resnet20_v1", num_classes=2, image_size="32", batch_size=8)
+    flags.set_defaults(model="mpi4dl_nb:resnet20_v1", num_classes=2, image_size="32", batch_size=8)
     flags.set_defaults(learning_rate=0.005, split_size=1, spatial_size=0)
     flags.add_argument("--mode", choices=[*MODES, "all"], default="all")
     flags.add_argument("--replicas", type=options.parse_positive, default=3)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.cli import options
-from engines.comm.world import World
-from engines.graph.model_graph import TensorSpec
-from engines.plan import Plan
-from engines.program.compile import Compiler
-from engines.program.make_schedule import compute_plan_bubble
-from engines.program.timeline import Timeline, identify_clock
-from engines.program.worker import Worker
-from engines.spatial.layout import check_fits
-from engines.train.recipe import prepare
-from engines.train.training import cut_inputs
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.make_schedule import compute_plan_bubble
+from mpi4dl_nb.engines.program.timeline import Timeline, identify_clock
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import cut_inputs
 
 _PIXELS, _CHANNELS, _STEPS = 12, 3, 3
 

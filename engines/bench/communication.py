@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engines.bench.measure import compute_quartile_spread, time_interleaved, time_shuffled
-from engines.cli import options
-from engines.comm.all_reduce import AllReduceRequest
-from engines.comm.nccl import connect_gloo
-from engines.comm.status_board import measure_wait
-from engines.comm.world import Message, Pending, World
-from engines.program.effects import Phase
-from engines.program.instructions import SumGradients
-from engines.program.program import Traffic, count_traffic
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.bench.measure import compute_quartile_spread, time_interleaved, time_shuffled
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.all_reduce import AllReduceRequest
+from mpi4dl_nb.engines.comm.nccl import connect_gloo
+from mpi4dl_nb.engines.comm.status_board import measure_wait
+from mpi4dl_nb.engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import SumGradients
+from mpi4dl_nb.engines.program.program import Traffic, count_traffic
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
-    from engines.comm.mpi import MpiWorld
+    from mpi4dl_nb.engines.comm.mpi import MpiWorld
 
 # Milliseconds of an all-reduce over all ranks: ours, as for gradients, against raw `MPI_Allreduce` and gloo.
 
@@ -67,7 +67,7 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
     raw_mpi_ms / ours_ms: 1 is as fast as MPI's own, more is faster. `spread` is the interquartile range of ours,
     divided by its median.
     """
-    from engines.comm.raw_mpi import RawAllReduce
+    from mpi4dl_nb.engines.comm.raw_mpi import RawAllReduce
 
     torch.set_num_threads(1)
     raw_mpi, group, cpu = RawAllReduce(world), range(world.size), torch.device("cpu")

@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 
-from engines.bench.measure import run_in_subprocess
-from engines.cli import options
-from engines.comm.device import has_own_memory
-from engines.comm.streams import wait_for_device
-from engines.errors import PlanError
+from mpi4dl_nb.engines.bench.measure import run_in_subprocess
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.device import has_own_memory
+from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.errors import PlanError
 
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
 
-_RESNET = "--model engines.models:resnet20_v1"
+_RESNET = "--model mpi4dl_nb:resnet20_v1"
 _AMOEBANET = "--model amoebanet --num-filters 214"
 _ONE = "--split-size 1 --spatial-size 0"
 _TILES = "--image-size 1024 --split-size 1"
@@ -37,7 +37,7 @@ _LARGEST = "bench largest --precision bfloat16 --memory-mb 1000000 --step-px 256
 _COMMANDS = {  # the number of ranks, and the command
     "exact, ResNet-20 v1, 2x2 tiles": f"5 verify {_RESNET} --image-size 128",
     "exact, ResNet-110 v2, 2x3 tiles": "7 verify --image-size 100x132 --slice-method 2x3",
-    "exact, U-Net tiled to its loss": "4 verify --model engines.models:UNet --image-size 128 --split-size 1",
+    "exact, U-Net tiled to its loss": "4 verify --model mpi4dl_nb:UNet --image-size 128 --split-size 1",
     "exact, 1F1B behind tiles": (
         f"4 verify {_RESNET} --image-size 64 --split-size 3 --slice-method 1x2 --parts 4 --batch-size 4 --schedule 1f1b"
     ),
@@ -105,7 +105,7 @@ def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
     results = {}
     for name in names:
         if name == "link":  # in a process of its own, whose end frees its memory for the other checks
-            results[name] = run_in_subprocess("engines.bench.gpu_check:print_link_speeds", [])
+            results[name] = run_in_subprocess("mpi4dl_nb.engines.bench.gpu_check:print_link_speeds", [])
         elif "in-turn" in CHECKS[name][1] and not find_spec("greenlet"):
             results[name] = {"skipped": "tiles in turn need greenlet"}
         else:
@@ -139,7 +139,7 @@ def measure_link_speeds(device: torch.device) -> dict[str, object]:
 
 def _run_command(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, object]:
     try:
-        done = launch(ranks, ["-m", "engines", *arguments, "--device", "cuda"], timeout_s)
+        done = launch(ranks, ["-m", "mpi4dl_nb.engines", *arguments, "--device", "cuda"], timeout_s)
     except subprocess.TimeoutExpired:
         return {"error": f"not done within {timeout_s:g} s"}
     if done.returncode == 2 or not done.stdout.strip():

@@ -25,25 +25,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from engines.bench.measure import compute_quartile_spread, time_shuffled
-from engines.cli import options
-from engines.cli.plan_options import parse_value
-from engines.comm.device import choose_device, choose_memory_format, choose_thread_count, use_threads
-from engines.comm.world import Message, World
-from engines.errors import PlanError
-from engines.plan import OPTIONS, Plan
-from engines.program.compile import Compiler
-from engines.program.exchange import Exchange
-from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
-from engines.program.instructions import Compute
-from engines.program.message_buffers import SendQueue
-from engines.program.segment import Segment
-from engines.spatial.layout import check_fits
-from engines.spatial.tiles import Move, Tile
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.bench.measure import compute_quartile_spread, time_shuffled
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.cli.plan_options import parse_value
+from mpi4dl_nb.engines.comm.device import choose_device, choose_memory_format, choose_thread_count, use_threads
+from mpi4dl_nb.engines.comm.world import Message, World
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
+from mpi4dl_nb.engines.program.instructions import Compute
+from mpi4dl_nb.engines.program.message_buffers import SendQueue
+from mpi4dl_nb.engines.program.segment import Segment
+from mpi4dl_nb.engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.spatial.tiles import Move, Tile
+from mpi4dl_nb.engines.train.recipe import prepare
 
 if TYPE_CHECKING:
-    from engines.comm.mpi import MpiWorld
+    from mpi4dl_nb.engines.comm.mpi import MpiWorld
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class ManualExchange:
     """A halo exchange written by hand with torch and mpi4py: a window and its gradient, allocated once."""
 
     def __init__(self, world: MpiWorld, exchange: Exchange, device: torch.device) -> None:
-        from engines.comm.raw_mpi import RawMessages  # mpi4py starts MPI when it is imported
+        from mpi4dl_nb.engines.comm.raw_mpi import RawMessages  # mpi4py starts MPI when it is imported
 
         shape = exchange.compute_shape(exchange.window)
         dtype = getattr(torch, exchange.dtype)

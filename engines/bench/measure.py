@@ -21,26 +21,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engines.cli import options
-from engines.comm.device import (
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.device import (
     choose_device,
     has_own_memory,
     measure_device_peak,
     read_process_bytes,
     trim_memory,
 )
-from engines.comm.streams import wait_for_device
-from engines.comm.supervisor import end_with_parent
-from engines.comm.world import World
-from engines.errors import RankError
-from engines.program.worker import Inputs
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.comm.supervisor import end_with_parent
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.program.worker import Inputs
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
-    from engines.comm.mpi import MpiWorld
+    from mpi4dl_nb.engines.comm.mpi import MpiWorld
 
 
 def time_rank_step(world: World, training: RankTraining, own: Inputs) -> float:
@@ -168,7 +168,7 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     trim_memory()  # make room for the one process with the whole image
     world.barrier()
     whole = world.all_gather(
-        run_in_subprocess("engines.bench.measure:measure_one_process", arguments) if world.rank == 0 else None
+        run_in_subprocess("mpi4dl_nb.engines.bench.measure:measure_one_process", arguments) if world.rank == 0 else None
     )[0]
     return {
         "peak_bytes": peaks,

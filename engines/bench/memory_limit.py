@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.bench.measure import STEPS, SubprocessExitError, compute_spread, measure_steps, run_in_subprocess
-from engines.cli import options
-from engines.comm.device import (
+from mpi4dl_nb.engines.bench.measure import STEPS, SubprocessExitError, compute_spread, measure_steps, run_in_subprocess
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.device import (
     choose_device,
     count_cores,
     has_own_memory,
@@ -35,14 +35,14 @@ from engines.comm.device import (
     read_process_bytes,
     share_process,
 )
-from engines.comm.loopback import make_loopback_worlds
-from engines.comm.world import World
-from engines.errors import PlanError, RankError, TraceError
-from engines.program.offloader import OffloadStore, find_disk_folder
-from engines.train.oracle import ReferenceTraining, to_plain_names
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import PlanError, RankError, TraceError
+from mpi4dl_nb.engines.program.offloader import OffloadStore, find_disk_folder
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, to_plain_names
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 _MIB = 1 << 20
 _KEPT_BYTES = 4 * _MIB
@@ -118,7 +118,7 @@ def bench_largest(world: World, arguments: Sequence[str]) -> dict[str, object]:
     def can_train(size_px: int) -> bool:
         try:
             seen[size_px] = run_in_subprocess(
-                "engines.bench.memory_limit:train_within_limit",
+                "mpi4dl_nb.engines.bench.memory_limit:train_within_limit",
                 [*arguments, "--image-size", str(size_px)],
                 count_cores(),
             )
@@ -215,7 +215,7 @@ def make_ranks_in_turn(
 
     What a rank holds while others compute is in a file in `folder`. Raises RankError if nothing can be stored.
     """
-    from engines.program.rank_scheduler import RankScheduler  # greenlet is not installed on every machine
+    from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler  # greenlet is not installed on every machine
 
     recipe = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
     scheduler = RankScheduler(recipe.plan.ranks)

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from hashlib import sha256
 
-from engines.bench.measure import measure_host_peak_bytes
-from engines.cli import options
-from engines.comm.world import World, run_on_all
-from engines.errors import PlanError
-from engines.images.picture import open_image
-from engines.images.picture_reader import ArrayPicture, Pixels
-from engines.plan import Plan
+from mpi4dl_nb.engines.bench.measure import measure_host_peak_bytes
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.world import World, run_on_all
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Pixels
+from mpi4dl_nb.engines.plan import Plan
 
 ALLOWED_BYTES = 64 << 20  # allowed beyond a rank's part of the picture: a reader's working memory
 Box = tuple[int, int, int, int]

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.profiler import profile, supported_activities
 
-from engines.bench.measure import compute_spread, time_interleaved, time_rank_step
-from engines.cli import options
-from engines.comm.device import count_cores, has_own_memory, trim_memory
-from engines.comm.streams import wait_for_device
-from engines.comm.world import World
-from engines.predict.calibrate import measure_overheads
-from engines.program.effects import Phase
-from engines.program.timeline import TimelineEvent
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.bench.measure import compute_spread, time_interleaved, time_rank_step
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.device import count_cores, has_own_memory, trim_memory
+from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.predict.calibrate import measure_overheads
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.timeline import TimelineEvent
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 # The plan on its ranks against the plain model in one process with all cores.
 

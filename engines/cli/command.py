@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from engines.cli import options
-from engines.comm.world import World
-from engines.errors import Mpi4dlError, PlanError, RankError, ReleasedError
-from engines.formatting import describe_unknown, format_bytes
-from engines.train.interrupts import StoppedError
-from engines.train.verify import verify
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, RankError, ReleasedError
+from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes
+from mpi4dl_nb.engines.train.interrupts import StoppedError
+from mpi4dl_nb.engines.train.verify import verify
 
 if TYPE_CHECKING:
-    from engines.predict.published_replay import ReplayOutcome
+    from mpi4dl_nb.engines.predict.published_replay import ReplayOutcome
 
 _COMMANDS = {
-    "train": "engines.cli.train_command:run_train",
-    "predict": "engines.inference.command:predict",
+    "train": "mpi4dl_nb.engines.cli.train_command:run_train",
+    "predict": "mpi4dl_nb.engines.inference.command:predict",
     "verify": f"{__name__}:run_verify",
-    "bench step": "engines.bench.step:run_bench_step",
-    "bench memory": "engines.bench.measure:run_bench_memory",
-    "bench halo": "engines.bench.halo:run_bench_halo",
-    "bench bubble": "engines.bench.bubble:run_bench_bubble",
-    "bench overhead": "engines.bench.step:run_bench_overhead",
-    "bench overlap": "engines.bench.communication:run_bench_overlap",
-    "bench compiled": "engines.bench.step:run_bench_compiled",
-    "bench streaming": "engines.bench.memory_limit:bench_streaming",
-    "bench largest": "engines.bench.memory_limit:bench_largest",
-    "bench throughput": "engines.bench.step:run_bench_throughput",
-    "bench allreduce": "engines.bench.communication:run_bench_allreduce",
-    "bench read": "engines.bench.read:run_bench_read",
-    "bench asynchronous": "engines.bench.asynchronous:run_bench_asynchronous",
+    "bench step": "mpi4dl_nb.engines.bench.step:run_bench_step",
+    "bench memory": "mpi4dl_nb.engines.bench.measure:run_bench_memory",
+    "bench halo": "mpi4dl_nb.engines.bench.halo:run_bench_halo",
+    "bench bubble": "mpi4dl_nb.engines.bench.bubble:run_bench_bubble",
+    "bench overhead": "mpi4dl_nb.engines.bench.step:run_bench_overhead",
+    "bench overlap": "mpi4dl_nb.engines.bench.communication:run_bench_overlap",
+    "bench compiled": "mpi4dl_nb.engines.bench.step:run_bench_compiled",
+    "bench streaming": "mpi4dl_nb.engines.bench.memory_limit:bench_streaming",
+    "bench largest": "mpi4dl_nb.engines.bench.memory_limit:bench_largest",
+    "bench throughput": "mpi4dl_nb.engines.bench.step:run_bench_throughput",
+    "bench allreduce": "mpi4dl_nb.engines.bench.communication:run_bench_allreduce",
+    "bench read": "mpi4dl_nb.engines.bench.read:run_bench_read",
+    "bench asynchronous": "mpi4dl_nb.engines.bench.asynchronous:run_bench_asynchronous",
 }
 """MODULE:FUNCTION of a world and the flags, which returns the line to print, several, or None.
 
@@ -52,8 +52,8 @@ _COMMANDS = {
 _WITHOUT_RANKS = {
     "table": f"{__name__}:run_table",
     "published": f"{__name__}:run_published",
-    "plans": "engines.cli.plans_command:run_plans",
-    "gpu-check": "engines.bench.gpu_check:run_gpu_checks",
+    "plans": "mpi4dl_nb.engines.cli.plans_command:run_plans",
+    "gpu-check": "mpi4dl_nb.engines.bench.gpu_check:run_gpu_checks",
 }
 """MODULE:FUNCTION of the flags, which returns the exit code."""
 
@@ -101,7 +101,7 @@ def _join_world() -> World:
     is_alone = _TRANSPORTS not in os.environ and not any(name.startswith(_LAUNCHED) for name in os.environ)
     if is_alone:
         os.environ[_TRANSPORTS] = "self"
-    from engines.comm.mpi import MpiWorld
+    from mpi4dl_nb.engines.comm.mpi import MpiWorld
 
     world = MpiWorld()
     if is_alone:
@@ -160,7 +160,7 @@ def run_table(arguments: Sequence[str]) -> int:
 
     Raises ImageError or PlanError if the table cannot be made.
     """
-    from engines.images.folder import write_boxes_table, write_masks_table
+    from mpi4dl_nb.engines.images.folder import write_boxes_table, write_masks_table
 
     flags = options.FlagParser("table", description="Write a table of images that `train --app medical` takes.")
     kinds = flags.add_subparsers(required=True, metavar="KIND", parser_class=options.FlagParser)
@@ -188,8 +188,8 @@ def run_published(arguments: Sequence[str]) -> int:
 
     Raises PlanError or TraceError if a row cannot be simulated.
     """
-    from engines.predict.published import PUBLISHED
-    from engines.predict.published_replay import PublishedReplay
+    from mpi4dl_nb.engines.predict.published import PUBLISHED
+    from mpi4dl_nb.engines.predict.published_replay import PublishedReplay
 
     flags = options.FlagParser(
         "published", description="Simulate published results and compare with their numbers; print all assumptions."

@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from engines import models
-from engines.cli.plan_options import parse_value
-from engines.comm.world import World, run_on_all, run_on_first
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import TraceCache
-from engines.plan import OPTIONS, Plan
-from engines.spatial.layout import check_fits
-from engines.train.optimisers import Optimiser
-from engines.train.recipe import Recipe, prepare, warn_of_differences
+from mpi4dl_nb.engines import models
+from mpi4dl_nb.engines.cli.plan_options import parse_value
+from mpi4dl_nb.engines.comm.world import World, run_on_all, run_on_first
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare, warn_of_differences
 
 Number = TypeVar("Number", int, float)
 
@@ -187,7 +187,7 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
     """Add the flags that `build_model` reads."""
     flags.add_argument(
         "--model",
-        default="engines.models:resnet110_v2",
+        default="mpi4dl_nb:resnet110_v2",
         help=f"{', '.join((*_SHORT, *models.__all__))}, or PACKAGE.MODULE:CALLABLE that returns a plain module",
     )
     flags.add_argument(
@@ -260,7 +260,7 @@ def _resolve_resnet(options: argparse.Namespace) -> Named:
             f"--num-layers {depth}: a resnet has 9n+2 layers (v2) or 6n+2 (v1) with n >= 1. "
             "Use 20, 56 or 110, for instance."
         )
-    return f"engines.models:resnet_{version}", {"depth": depth, "num_classes": options.num_classes}
+    return f"mpi4dl_nb.engines.models:resnet_{version}", {"depth": depth, "num_classes": options.num_classes}
 
 
 def _resolve_amoebanet(options: argparse.Namespace) -> Named:
@@ -272,12 +272,12 @@ def _resolve_amoebanet(options: argparse.Namespace) -> Named:
             "multiple of 3 layers, and at least 8 filters. Use --num-layers 18 --num-filters 416, for instance."
         )
     sizes = {"num_layers": cells, "num_filters": filters}
-    return "engines.models:amoebanetd", {**sizes, "num_classes": options.num_classes}
+    return "mpi4dl_nb:amoebanetd", {**sizes, "num_classes": options.num_classes}
 
 
 def _resolve_unet(options: argparse.Namespace) -> Named:
     sizes = {} if options.num_layers is None else {"depth": options.num_layers}
-    return "engines.models:UNet", {**sizes, "num_classes": options.num_classes}
+    return "mpi4dl_nb:UNet", {**sizes, "num_classes": options.num_classes}
 
 
 def _resolve_resnet50(options: argparse.Namespace) -> Named:

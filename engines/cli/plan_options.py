@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from engines.errors import PlanError
-from engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
 
 GRID = "grid"
 """The name under which rows and columns of tiles are shown, which several fields may say."""

@@ -8,13 +8,13 @@ from itertools import islice
 
 from torch import nn
 
-from engines.cli import options
-from engines.graph.trace_cache import TraceCache
-from engines.predict.explain import explain
-from engines.predict.forecast import ORDERS
-from engines.predict.machines import MACHINES, resolve_machine
-from engines.predict.search import search
-from engines.train.optimiser_trial import count_optimiser_states
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.predict.explain import explain
+from mpi4dl_nb.engines.predict.forecast import ORDERS
+from mpi4dl_nb.engines.predict.machines import MACHINES, resolve_machine
+from mpi4dl_nb.engines.predict.search import search
+from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
 
 
 def run_plans(arguments: Sequence[str]) -> int:

@@ -11,26 +11,32 @@ from pathlib import Path
 
 from torch import nn
 
-from engines.cli import options
-from engines.cli.train_images import CROP, check_image_flags, make_datasets
-from engines.comm.device import get_memory_bytes
-from engines.comm.world import World, run_on_all, run_on_first
-from engines.errors import ImageError, PlanError, TraceError
-from engines.formatting import format_bytes
-from engines.graph.trace_cache import TraceCache
-from engines.images.augmented import KINDS
-from engines.images.dataset import LabelledImages, check_classes
-from engines.images.examples import FITS
-from engines.images.loader import LoaderOptions
-from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_load import load
-from engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
-from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks, warn_of_mixing
-from engines.train.interrupts import Interrupts
-from engines.train.recipe import Recipe, count_step_images
-from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_left_over, make_smaller_recipe, run
-from engines.train.training import RankTraining
-from engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.cli.train_images import CROP, check_image_flags, make_datasets
+from mpi4dl_nb.engines.comm.device import get_memory_bytes
+from mpi4dl_nb.engines.comm.world import World, run_on_all, run_on_first
+from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.images.augmented import KINDS
+from mpi4dl_nb.engines.images.dataset import LabelledImages, check_classes
+from mpi4dl_nb.engines.images.examples import FITS
+from mpi4dl_nb.engines.images.loader import LoaderOptions
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_load import load
+from mpi4dl_nb.engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
+from mpi4dl_nb.engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks, warn_of_mixing
+from mpi4dl_nb.engines.train.interrupts import Interrupts
+from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images
+from mpi4dl_nb.engines.train.train_loop import (
+    CollectiveTrainLoop,
+    RankTrainLoop,
+    count_left_over,
+    make_smaller_recipe,
+    run,
+)
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
 
 
 def make_train_parser() -> argparse.ArgumentParser:

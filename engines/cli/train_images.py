@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from engines.cli import options
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
-from engines.images.augmented import Augmented
-from engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
-from engines.images.folder import folder_images
-from engines.images.sample_data import load_cifar_images
-from engines.images.tables import has_masks, table_images
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.images.augmented import Augmented
+from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
+from mpi4dl_nb.engines.images.folder import folder_images
+from mpi4dl_nb.engines.images.sample_data import load_cifar_images
+from mpi4dl_nb.engines.images.tables import has_masks, table_images
 
 CROP = "crop"
 """The augmentation that takes random parts of images."""

@@ -21,8 +21,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engines.comm.all_reduce_sizes import AHEAD, LONG_BYTES, count_pieces, count_sends
-from engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.comm.all_reduce_sizes import AHEAD, LONG_BYTES, count_pieces, count_sends
+from mpi4dl_nb.engines.comm.world import Message, Pending, World
 
 _PARTS, _SUMS = 0, 1  # tags; programs use tags from 2 on
 

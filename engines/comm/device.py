@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.spatial import layout
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial import layout
 
 # Makes the first call into the library of vector functions from one thread, before several threads can.
 #

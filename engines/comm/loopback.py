@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.comm.device import share_process
-from engines.comm.status_board import measure_wait
-from engines.comm.world import Message, Pending, World
-from engines.errors import RankError, ReleasedError
+from mpi4dl_nb.engines.comm.device import share_process
+from mpi4dl_nb.engines.comm.status_board import measure_wait
+from mpi4dl_nb.engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.errors import RankError, ReleasedError
 
 _GATHER = -1
 _RECOVERY_S = 10.0

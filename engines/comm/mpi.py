@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engines.comm.device import has_own_memory
-from engines.comm.nccl import Collectives, make_collectives
-from engines.comm.start import use_mpi_home
-from engines.comm.status_board import measure_wait
-from engines.comm.streams import wait_for_stream
-from engines.comm.world import (
+from mpi4dl_nb.engines.comm.device import has_own_memory
+from mpi4dl_nb.engines.comm.nccl import Collectives, make_collectives
+from mpi4dl_nb.engines.comm.start import use_mpi_home
+from mpi4dl_nb.engines.comm.status_board import measure_wait
+from mpi4dl_nb.engines.comm.streams import wait_for_stream
+from mpi4dl_nb.engines.comm.world import (
     BARRIER_TAG,
     VALUE_TAG,
     Message,
@@ -29,8 +29,8 @@ from engines.comm.world import (
     receive_value,
     send_value,
 )
-from engines.errors import RankError, ReleasedError
-from engines.formatting import format_bytes
+from mpi4dl_nb.engines.errors import RankError, ReleasedError
+from mpi4dl_nb.engines.formatting import format_bytes
 
 with use_mpi_home():  # the import initialises MPI, which reads settings from HOME
     from mpi4py import MPI

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.comm.device import get_gpu_id
-from engines.comm.status_board import measure_wait
-from engines.comm.world import SubGroup, World
-from engines.errors import RankError
+from mpi4dl_nb.engines.comm.device import get_gpu_id
+from mpi4dl_nb.engines.comm.status_board import measure_wait
+from mpi4dl_nb.engines.comm.world import SubGroup, World
+from mpi4dl_nb.engines.errors import RankError
 
 _SWITCH = "MPI4DL_NB_NCCL"
 

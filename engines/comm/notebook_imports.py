@@ -19,8 +19,8 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from engines.comm.start import SAFE, order_search_path
-from engines.errors import PlanError
+from mpi4dl_nb.engines.comm.start import SAFE, order_search_path
+from mpi4dl_nb.engines.errors import PlanError
 
 # Pickling for ranks: functions and classes by name if ranks can import them, otherwise by value.
 

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 
-from engines.comm.notebook_imports import NotebookImports, make_import_error, pack, sync_imports
-from engines.comm.output import LineBuffer, OutputLine, RankStream
-from engines.comm.status_board import StatusBoard, report_working
-from engines.comm.world import World
-from engines.errors import Mpi4dlError, RankError, ReleasedError, get_message, iterate_causes
+from mpi4dl_nb.engines.comm.notebook_imports import NotebookImports, make_import_error, pack, sync_imports
+from mpi4dl_nb.engines.comm.output import LineBuffer, OutputLine, RankStream
+from mpi4dl_nb.engines.comm.status_board import StatusBoard, report_working
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import Mpi4dlError, RankError, ReleasedError, get_message, iterate_causes
 
 if TYPE_CHECKING:
-    from engines.train.debug_step import RankStepper
-    from engines.train.train_loop import RankTrainLoop
-    from engines.train.training import RankTraining
+    from mpi4dl_nb.engines.train.debug_step import RankStepper
+    from mpi4dl_nb.engines.train.train_loop import RankTrainLoop
+    from mpi4dl_nb.engines.train.training import RankTraining
 
 SPOKEN = "\x1espoken "
 """The prefix of a line that carries a line of a rank's output; the rest is JSON."""
@@ -237,7 +237,7 @@ def recover_and_reset(host: RankServer) -> None:
 
 @cache
 def _get_server() -> RankServer:
-    from engines.comm.mpi import MpiWorld
+    from mpi4dl_nb.engines.comm.mpi import MpiWorld
 
     host = RankServer(MpiWorld(), StatusBoard.from_environment())
     # All output of this process, from any thread, goes to the notebook, line by line.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mpi4py import MPI
 from torch import Tensor
 
-from engines.comm.mpi import MpiWorld
-from engines.comm.world import Message
+from mpi4dl_nb.engines.comm.mpi import MpiWorld
+from mpi4dl_nb.engines.comm.world import Message
 
 
 class RawMessages:

@@ -1,8 +1,8 @@
 """Run a module as the program of a rank: `python -P .../engines/comm/start.py MODULE ARGUMENTS`.
 
-`python -m MODULE` searches the working folder first, where a file may be called `random.py`, or a folder `engines`.
+`python -m MODULE` searches the working folder first, where a file may be called `random.py`, or a folder `mpi4dl_nb`.
 Here the search path is the standard library, then the working folder and the folder of this package, then installed
-packages. Our own packages are always those beside this file.
+packages. Our own package is always the one that this file belongs to.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SAFE = "PYTHONSAFEPATH"
 USER_HOME, MPI_HOME = "MPI4DL_NB_USER_HOME", "MPI4DL_NB_MPI_HOME"
 """Variables for a rank: what HOME is for the user's code (empty: unset), and what it is for MPI."""
 
-_HOME = str(Path(__file__).parents[2])
-_OURS = ("engines", "mpi4dl_nb")
-_OF_NOTEBOOK = ("engines.comm.supervisor", "ipyparallel.engine")
+_OURS = "mpi4dl_nb"
+_HOME = str(Path(__file__).parents[3])  # of the package: in a repository, engines is a link within it
+_OF_NOTEBOOK = ("mpi4dl_nb.engines.comm.supervisor", "ipyparallel.engine")
 """The modules that run as ranks of a notebook, which sends its own search path before they import the user's code."""
 
 
 class _Finder(MetaPathFinder):
     """Finds packages that a file or folder of the user's must not hide, whatever the search path.
 
-    These are our own, which are beside this file, and for a rank that is `starting` all others: IPython and ipyparallel
+    These are our own, which this file belongs to, and for a rank that is `starting` all others: IPython and ipyparallel
     put the working folder first, where there may be a `zmq.py` that the notebook's kernel has not imported.
     """
 
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
         self.starting, self.here = starting, ("", str(Path.cwd()))
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name in _OURS:
+        if name == _OURS:
             return PathFinder.find_spec(name, [_HOME], target)
         # Once the notebook's search path has arrived (`sync_imports`), that one counts, and SAFE is unset.
         if path is None and self.starting and os.environ.get(SAFE) == "rank":
@@ -58,8 +58,8 @@ class _Finder(MetaPathFinder):
 def make_command(module: str, *arguments: str) -> list[str]:
     """Return the command that starts a module in this way.
 
-    >>> make_command("engines.comm.supervisor", "ls")[-2:]
-    ['engines.comm.supervisor', 'ls']
+    >>> make_command("mpi4dl_nb.engines.comm.supervisor", "ls")[-2:]
+    ['mpi4dl_nb.engines.comm.supervisor', 'ls']
     """
     return [sys.executable, "-P", __file__, module, *arguments]
 

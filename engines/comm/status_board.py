@@ -13,7 +13,7 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engines.comm.output import LineBuffer
+    from mpi4dl_nb.engines.comm.output import LineBuffer
 
 BOARD = "MPI4DL_NB_BOARD"
 """The environment variable with the descriptor of the open file on which a rank's process writes its status."""

@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engines.comm.device import has_own_memory
+from mpi4dl_nb.engines.comm.device import has_own_memory
 
 
 class DeviceEvent:

@@ -1,4 +1,4 @@
-"""The supervisor process, which starts and monitors a rank: `python -m engines.comm.supervisor COMMAND ...`.
+"""The supervisor process, which starts and monitors a rank: `python -m mpi4dl_nb.engines.comm.supervisor COMMAND ...`.
 
 MPI takes the supervisor for the rank. When the rank has ended, or stalls, the supervisor writes a line with what the
 rank itself can no longer report; mpiexec forwards the line to the notebook, from any host. The supervisor then exits as
@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from engines.comm.status_board import BOARD, RankStatus, StatusBoard
+from mpi4dl_nb.engines.comm.status_board import BOARD, RankStatus, StatusBoard
 
 MARK = "\x1empi4dl_nb "
 """The prefix of a line with a rank's event; the rest is JSON."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engines.errors import ImageError, Mpi4dlError, PlanError, ReleasedError
+from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, ReleasedError
 
 VALUE_TAG, BARRIER_TAG, TENSOR_TAG = (1 << 23) - 1, (1 << 23) - 2, (1 << 23) - 3
 """Tags that no program uses: of Python values, of barriers, and of tensors between steps (checkpoints)."""

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from engines.errors import TraceError
-from engines.graph.exported_nodes import find_current_line
-from engines.graph.outside_tensors import OwnedMemory, is_real
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.exported_nodes import find_current_line
+from mpi4dl_nb.engines.graph.outside_tensors import OwnedMemory, is_real
 
 LIMIT = 1 << 16
 """Maximum number of elements of a tensor that is computed with real numbers."""

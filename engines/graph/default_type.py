@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 
 _CHANGE = threading.Condition()
 _USERS: Counter[int] = Counter()  # how many contexts each thread is in

@@ -16,9 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from engines.errors import TraceError
-from engines.graph.exported_nodes import describe_location, find_source_line, get_module_path, is_check, is_no_grad
-from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.exported_nodes import (
+    describe_location,
+    find_source_line,
+    get_module_path,
+    is_check,
+    is_no_grad,
+)
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
 
 # Floating-point operations of one operator; a multiply-add counts as two.
 #

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.errors import TraceError
-from engines.graph.model_graph import MODEL
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import MODEL
 
 _OURS = ("/torch/", str(Path(__file__).parent))
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")

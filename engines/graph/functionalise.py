@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engines.errors import TraceError
-from engines.graph.exported_nodes import WRITTEN, describe_location, find_source_line, is_no_grad
-from engines.graph.model_graph import WITHOUT_GRADIENT, to_user_name
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.exported_nodes import WRITTEN, describe_location, find_source_line, is_no_grad
+from mpi4dl_nb.engines.graph.model_graph import WITHOUT_GRADIENT, to_user_name
 
 _MADE, _VIEW = "made_here", "view"
 _ATEN = torch.ops.aten

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.comm.all_reduce import all_reduce
-from engines.comm.world import World
-from engines.formatting import format_names
-from engines.graph.loss_analysis import CLASS_LOSSES
-from engines.graph.model_graph import ModelGraph, Node, Ref, to_user_name
-from engines.graph.whole_loss import run_nodes
-from engines.plan import Plan
-from engines.program.program import CountLabels, Program
-from engines.program.worker import Worker
-from engines.spatial.layout import Layout
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.graph.loss_analysis import CLASS_LOSSES
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref, to_user_name
+from mpi4dl_nb.engines.graph.whole_loss import run_nodes
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.program import CountLabels, Program
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.layout import Layout
 
 # Which values the labels may have according to the traced loss: class numbers, or anything else.
 

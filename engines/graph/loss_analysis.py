@@ -8,10 +8,10 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
 
-from engines.errors import TraceError
-from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_loss_nodes
-from engines.spatial.local_rules import is_pointwise
-from engines.spatial.rng import find_sample_number, uses_generator
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_loss_nodes
+from mpi4dl_nb.engines.spatial.local_rules import is_pointwise
+from mpi4dl_nb.engines.spatial.rng import find_sample_number, uses_generator
 
 
 class AggregationKind(Enum):

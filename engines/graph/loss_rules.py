@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from engines.graph.loss_analysis import (
+from mpi4dl_nb.engines.graph.loss_analysis import (
     CLASS_LOSSES,
     CONSTANT,
     AggregationKind,
@@ -16,7 +16,7 @@ from engines.graph.loss_analysis import (
     make_rows,
     normalise_dims,
 )
-from engines.graph.model_graph import Node, Ref, find_ref_names
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, find_ref_names
 
 
 @aggregates("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")

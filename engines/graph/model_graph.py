@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from engines.errors import PlanError, TraceError
-from engines.formatting import FactTable, format_bytes, format_flops
-from engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_flops
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
 
 MODEL, LOSS = "model.", "loss."
 """Prefixes of the names of weights and buffers: of the model's own, and of a loss that is a module."""

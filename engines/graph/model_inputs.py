@@ -15,7 +15,7 @@ from operator import index
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, TraceError
+from mpi4dl_nb.engines.errors import ImageError, TraceError
 
 _MOST = 12  # keys of a dict that a message lists
 _LABELS = {"y", "gt", "label", "labels", "target", "targets", "mask", "masks", "truth", "ground_truth"}

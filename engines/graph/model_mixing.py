@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from engines.graph.loss_analysis import CONSTANT, AggregationKind, BatchAggregation, LossAnalysis, make_rows
-from engines.graph.model_graph import ModelGraph, Node, Ref
-from engines.graph.stages import FILLS, SHAPED, describe_image_axis
-from engines.spatial.rng import find_sample_number, uses_generator
+from mpi4dl_nb.engines.graph.loss_analysis import CONSTANT, AggregationKind, BatchAggregation, LossAnalysis, make_rows
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
+from mpi4dl_nb.engines.graph.stages import FILLS, SHAPED, describe_image_axis
+from mpi4dl_nb.engines.spatial.rng import find_sample_number, uses_generator
 
 _Rule = Callable[["ModelAnalysis", Node, Mapping[str, BatchAggregation]], BatchAggregation | None]
 

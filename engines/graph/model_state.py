@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from engines.graph.python_values import iterate_attributes
+from mpi4dl_nb.engines.graph.python_values import iterate_attributes
 
 
 @dataclass(frozen=True)

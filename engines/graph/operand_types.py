@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from engines.errors import TraceError
-from engines.graph.default_type import use_default_type
-from engines.graph.model_graph import ModelGraph, Node, Ref
-from engines.spatial.kernels import get_operator
-from engines.spatial.local_rules import is_pointwise, map_refs, split_arguments
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.default_type import use_default_type
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
+from mpi4dl_nb.engines.spatial.kernels import get_operator
+from mpi4dl_nb.engines.spatial.local_rules import is_pointwise, map_refs, split_arguments
 
 TYPE_ERROR = re.compile("same dtype|should be the same|expected scalar type|expected m1 and m2 to have the same")
 """What PyTorch says of tensors of two types, where it takes one type only."""

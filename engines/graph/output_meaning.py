@@ -9,9 +9,9 @@ from enum import Enum
 
 from torch import Tensor
 
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
-from engines.graph.model_graph import ModelGraph, Node, TensorSpec, find_loss_nodes
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, TensorSpec, find_loss_nodes
 
 
 class OutputMeaning(Enum):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.errors import TraceError
-from engines.formatting import format_names
-from engines.graph.model_graph import ModelGraph
-from engines.graph.watch_forward import restore_module_stack
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.watch_forward import restore_module_stack
 
 
 def get_prediction(answer: Any) -> Any:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "engines", "mpi4dl_nb", "mpi4py"} - {"__main__"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mpi4dl_nb", "mpi4py"} - {"__main__"}
 """Packages whose code keeps no tensors of a model."""
 
 _KEEPERS = {"torch", "_thread", "threading", "collections", "weakref", "types"}

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from engines.errors import TraceError
-from engines.formatting import format_names
-from engines.graph.exported_nodes import find_current_line, find_source_line
-from engines.graph.model_graph import MODEL
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.graph.exported_nodes import find_current_line, find_source_line
+from mpi4dl_nb.engines.graph.model_graph import MODEL
 
 _REMEDY = (
     "Compute this in the model's forward and return it beside the prediction, for a loss of both; for an L2 penalty, "

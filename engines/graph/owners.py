@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from engines.graph.model_graph import LOSS, MODEL
+from mpi4dl_nb.engines.graph.model_graph import LOSS, MODEL
 
 OWNERS = {"model": MODEL, "loss": LOSS}
 """The owners of tensors, and the prefixes of their names on the ranks."""

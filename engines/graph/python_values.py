@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engines.errors import PlanError
-from engines.graph.outside_state import Place
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.outside_state import Place
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OWN_NAMES = {*vars(nn.Module()), "training"}
 """Attributes of each module that are not the user's. `training` may change for a prediction in between."""
 
 _MOST_ITEMS = 100
-_LIBRARIES = ("torch", "torchvision", "numpy", "engines", "mpi4dl_nb")
+_LIBRARIES = ("torch", "torchvision", "numpy", "mpi4dl_nb")
 
 
 class TracedValues:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.errors import TraceError
-from engines.graph.model_graph import ModelGraph, find_updated_buffers, to_user_name
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, find_updated_buffers, to_user_name
 
 
 class _UpdateCount(TorchDispatchMode):

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engines.errors import TraceError
-from engines.graph.constant_propagation import disable_tracing
-from engines.graph.exported_nodes import find_current_line
-from engines.graph.outside_tensors import is_real
-from engines.graph.watch_forward import silence_exporter
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.constant_propagation import disable_tracing
+from mpi4dl_nb.engines.graph.exported_nodes import find_current_line
+from mpi4dl_nb.engines.graph.outside_tensors import is_real
+from mpi4dl_nb.engines.graph.watch_forward import silence_exporter
 
 _COMPARED = bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format
 

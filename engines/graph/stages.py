@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
-from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
-from engines.plan import Plan
-from engines.spatial.local_rules import is_pointwise, make_shared_images_error
-from engines.spatial.tiles import Span
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.local_rules import is_pointwise, make_shared_images_error
+from mpi4dl_nb.engines.spatial.tiles import Span
 
 FLOPS_PER_ELEMENT = 40
 """FLOPs that take as long as writing and reading one element, roughly so on CPUs and GPUs alike. The value is the same

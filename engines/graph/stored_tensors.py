@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from engines.errors import TraceError
+from mpi4dl_nb.engines.errors import TraceError
 
 _READS = (
     "abs add and bool call complex contains delitem divmod enter eq float floordiv ge getitem gt index int invert iter "

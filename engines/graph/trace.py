@@ -16,32 +16,38 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from engines.errors import TraceError
-from engines.graph.constant_propagation import ConstantPropagationMode
-from engines.graph.export_reader import ExportReader, make_tensor_spec
-from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, insert_casts, insert_detaches
-from engines.graph.functionalise import functionalise, remove_dead_nodes
-from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers, to_user_name
-from engines.graph.outputs import call_loss, collect_from_prediction, collect_tensors, find_left_out, get_prediction
-from engines.graph.outside_state import restore_outside_state
-from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
-from engines.graph.owners import collect_buffers, find_first_names, iterate_owners
-from engines.graph.recomputed_norms import find_recomputed_buffers
-from engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
-from engines.graph.traceability import (
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.constant_propagation import ConstantPropagationMode
+from mpi4dl_nb.engines.graph.export_reader import ExportReader, make_tensor_spec
+from mpi4dl_nb.engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, insert_casts, insert_detaches
+from mpi4dl_nb.engines.graph.functionalise import functionalise, remove_dead_nodes
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers, to_user_name
+from mpi4dl_nb.engines.graph.outputs import (
+    call_loss,
+    collect_from_prediction,
+    collect_tensors,
+    find_left_out,
+    get_prediction,
+)
+from mpi4dl_nb.engines.graph.outside_state import restore_outside_state
+from mpi4dl_nb.engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
+from mpi4dl_nb.engines.graph.owners import collect_buffers, find_first_names, iterate_owners
+from mpi4dl_nb.engines.graph.recomputed_norms import find_recomputed_buffers
+from mpi4dl_nb.engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
+from mpi4dl_nb.engines.graph.traceability import (
     collect_attributes,
     make_fake_copy,
     make_fake_tensor,
     make_traceable,
 )
-from engines.graph.watch_forward import (
+from mpi4dl_nb.engines.graph.watch_forward import (
     ONE_AT_A_TIME,
     TraceAbortedError,
     quote_layer_names,
     silence_exporter,
     watch_forward,
 )
-from engines.plan import HALF
+from mpi4dl_nb.engines.plan import HALF
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
 """Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""

@@ -11,25 +11,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from engines.comm.device import choose_autocast_type
-from engines.errors import ImageError, PlanError
-from engines.graph.export_reader import make_tensor_spec
-from engines.graph.model_graph import BatchLoss, ModelGraph, TensorSpec, check_buffer_reads, check_synced_norms
-from engines.graph.model_inputs import (
+from mpi4dl_nb.engines.comm.device import choose_autocast_type
+from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.graph.export_reader import make_tensor_spec
+from mpi4dl_nb.engines.graph.model_graph import (
+    BatchLoss,
+    ModelGraph,
+    TensorSpec,
+    check_buffer_reads,
+    check_synced_norms,
+)
+from mpi4dl_nb.engines.graph.model_inputs import (
     check_forward,
     check_image_shape,
     check_layer_names,
     describe_value,
     format_packing,
 )
-from engines.graph.model_mixing import find_mixing
-from engines.graph.model_state import ModelState
-from engines.graph.operand_types import check_operand_types, trace_in_fitting_type
-from engines.graph.outside_state import Place, restore_outside_state
-from engines.graph.trace import infer_output_spec, trace
-from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
-from engines.graph.whole_loss import with_whole_loss
-from engines.plan import Plan
+from mpi4dl_nb.engines.graph.model_mixing import find_mixing
+from mpi4dl_nb.engines.graph.model_state import ModelState
+from mpi4dl_nb.engines.graph.operand_types import check_operand_types, trace_in_fitting_type
+from mpi4dl_nb.engines.graph.outside_state import Place, restore_outside_state
+from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace
+from mpi4dl_nb.engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
+from mpi4dl_nb.engines.graph.whole_loss import with_whole_loss
+from mpi4dl_nb.engines.plan import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -15,14 +15,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from engines.errors import TraceError
-from engines.graph.constant_propagation import ConstantPropagationMode
-from engines.graph.model_graph import TensorSpec
-from engines.graph.outputs import call_loss
-from engines.graph.outside_state import restore_outside_state
-from engines.graph.owners import collect_buffers
-from engines.graph.repeatable import RepeatedRun
-from engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.constant_propagation import ConstantPropagationMode
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.outputs import call_loss
+from mpi4dl_nb.engines.graph.outside_state import restore_outside_state
+from mpi4dl_nb.engines.graph.owners import collect_buffers
+from mpi4dl_nb.engines.graph.repeatable import RepeatedRun
+from mpi4dl_nb.engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 
 # Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU.
 

@@ -21,9 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointFunction
 
-from engines.errors import TraceError
-from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
-from engines.graph.exported_nodes import find_current_line
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
+from mpi4dl_nb.engines.graph.exported_nodes import find_current_line
 
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model is traced or tried: that changes attributes of torch for all threads, and ranks may be threads."""
@@ -59,7 +59,7 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
             )
             with torch.set_grad_enabled(graded):
                 return run(*given)
-        ours = cls.__module__.startswith(("torch.", "engines."))
+        ours = cls.__module__.startswith(("torch.", "mpi4dl_nb."))
         if threading.get_ident() == thread and not ours and cls not in tried:
             tried.append(cls)  # `_check` calls `apply` again
             _check(cls, arguments)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.graph.loss_analysis import AggregationKind, BatchAggregation, LossAnalysis, make_denominator_key
-from engines.graph.loss_rules import SUM
-from engines.graph.model_graph import (
+from mpi4dl_nb.engines.graph.loss_analysis import AggregationKind, BatchAggregation, LossAnalysis, make_denominator_key
+from mpi4dl_nb.engines.graph.loss_rules import SUM
+from mpi4dl_nb.engines.graph.model_graph import (
     BatchLoss,
     BatchTotal,
     ModelGraph,
@@ -23,9 +23,9 @@ from engines.graph.model_graph import (
     find_loss_nodes,
     find_ref_names,
 )
-from engines.plan import OPTIONS, Plan
-from engines.spatial.kernels import get_kernel
-from engines.spatial.local_rules import map_refs, split_arguments
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.spatial.kernels import get_kernel
+from mpi4dl_nb.engines.spatial.local_rules import map_refs, split_arguments
 
 WHOLE_BATCH = "of the whole batch"
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from skimage.color import hed_from_rgb, rgb_from_hed
 from torch import Tensor
 
-from engines.errors import ImageError
-from engines.images.dataset import LabelledImages, Subset, parse_image_size, to_network_input
-from engines.spatial.rng import sample_uniform
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.dataset import LabelledImages, Subset, parse_image_size, to_network_input
+from mpi4dl_nb.engines.spatial.rng import sample_uniform
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 KINDS = ("flip", "rotate", "stain", "brightness", "contrast")
 _OF_COLOURS = frozenset(KINDS[2:])
@@ -67,7 +67,7 @@ class Augmented(Subset):
     from -1 to 1, and clamp to these. Masks are transformed with their images.
     Raises ImageError if a kind is unknown or a fraction invalid.
 
-    >>> from engines.images.dataset import SyntheticImages
+    >>> from mpi4dl_nb.engines.images.dataset import SyntheticImages
     >>> from mpi4dl_nb import Augmented
     >>> images = Augmented(SyntheticImages(8, (64, 64), classes=3), kinds=("flip", "rotate"), size=(32, 32))
     >>> len(images), images.shape(0)

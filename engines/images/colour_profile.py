@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageCms
 
-from engines.errors import ImageError
+from mpi4dl_nb.engines.errors import ImageError
 
 UNSEEN_LEVELS = 10  # of 255: smaller differences, such as those of a gamma of 2.2, are no other colours
 _NEUTRAL_LEVELS = 64  # by which the channels of a grey may differ: the white of a scanner is not quite white

@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.errors import ImageError
-from engines.formatting import describe_unknown
-from engines.images.dataset import (
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.images.dataset import (
     IGNORED,
     LabelledImages,
     parse_image_size,
     to_network_input,
 )
-from engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
-from engines.images.picture import crop_picture, open_cached, read_shape
-from engines.images.picture_reader import Picture, Pixels
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
+from mpi4dl_nb.engines.images.picture import crop_picture, open_cached, read_shape
+from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 # One image in a file, with its annotations.
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from engines.comm.device import get_memory_bytes
-from engines.errors import ImageError, describe_working_folder, make_absolute
-from engines.formatting import format_bytes
-from engines.images.picture_reader import Level, Picture
-from engines.images.regular_file import NotRegularError, open_regular
-from engines.images.second_reader import find_decoder
+from mpi4dl_nb.engines.comm.device import get_memory_bytes
+from mpi4dl_nb.engines.errors import ImageError, describe_working_folder, make_absolute
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.images.picture_reader import Level, Picture
+from mpi4dl_nb.engines.images.regular_file import NotRegularError, open_regular
+from mpi4dl_nb.engines.images.second_reader import find_decoder
 
 # The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
 PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from engines.errors import ImageError, describe_working_folder, make_path, read_name
-from engines.images.examples import Example, ExampleImages
-from engines.images.files import translate_errors
-from engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
-from engines.images.tables import check_names, write_table
-from engines.images.zarr import is_zarr
+from mpi4dl_nb.engines.errors import ImageError, describe_working_folder, make_path, read_name
+from mpi4dl_nb.engines.images.examples import Example, ExampleImages
+from mpi4dl_nb.engines.images.files import translate_errors
+from mpi4dl_nb.engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
+from mpi4dl_nb.engines.images.tables import check_names, write_table
+from mpi4dl_nb.engines.images.zarr import is_zarr
 
 _ZARR = ".zarr"  # a folder that is itself a picture
 

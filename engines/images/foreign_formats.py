@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.images.files import read_head
+from mpi4dl_nb.engines.images.files import read_head
 
 _BY_PILLOW = "Pillow converts it: Image.open(path).convert('RGB').save('picture.png')."
 _BY_ARRAY = "Read it into an array (H, W, C) of uint8, and give that."

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.status_board import get_status_board
-from engines.comm.world import World, all_gather_or_raise, make_released_error
-from engines.errors import ImageError, PlanError
-from engines.formatting import describe_unknown
-from engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
-from engines.program.worker import Inputs
+from mpi4dl_nb.engines.comm.status_board import get_status_board
+from mpi4dl_nb.engines.comm.world import World, all_gather_or_raise, make_released_error
+from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
+from mpi4dl_nb.engines.program.worker import Inputs
 
 _AHEAD = 2  # steps that are prefetched while one is computed
 _ON_BAD = ("raise", "skip")

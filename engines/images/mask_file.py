@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffPage
 
-from engines.errors import ImageError, make_absolute
-from engines.images.dataset import IGNORED
-from engines.images.files import (
+from mpi4dl_nb.engines.errors import ImageError, make_absolute
+from mpi4dl_nb.engines.images.dataset import IGNORED
+from mpi4dl_nb.engines.images.files import (
     JPEG_HEAD,
     PNG_HEAD,
     TIFF_HEADS,
@@ -30,9 +30,9 @@ from engines.images.files import (
     read_head,
     translate_errors,
 )
-from engines.images.foreign_formats import describe_format
-from engines.images.orientation import SWAPPED, turn_upright
-from engines.images.pillow import (
+from mpi4dl_nb.engines.images.foreign_formats import describe_format
+from mpi4dl_nb.engines.images.orientation import SWAPPED, turn_upright
+from mpi4dl_nb.engines.images.pillow import (
     KEPT_BYTES,
     ORIENTATION,
     allow_any_size,
@@ -41,11 +41,18 @@ from engines.images.pillow import (
     read_header,
     read_whole_file,
 )
-from engines.images.tiff_colours import read_palette
-from engines.images.tiff_layout import DECODED, JPEG, JPEG_2000, check_predictor, find_alpha_channel, open_layout
-from engines.images.tiff_page import Descriptor, TiffPageReader, check_segment_size
-from engines.images.zarr import is_zarr
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.images.tiff_colours import read_palette
+from mpi4dl_nb.engines.images.tiff_layout import (
+    DECODED,
+    JPEG,
+    JPEG_2000,
+    check_predictor,
+    find_alpha_channel,
+    open_layout,
+)
+from mpi4dl_nb.engines.images.tiff_page import Descriptor, TiffPageReader, check_segment_size
+from mpi4dl_nb.engines.images.zarr import is_zarr
+from mpi4dl_nb.engines.spatial.tiles import Tile
 
 Numbers = NDArray[Any]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.parsers import expat
 
-from engines.errors import AS_TENSORS, ImageError
-from engines.images.files import make_damaged_error
-from engines.images.regular_file import refuse_doctype
+from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
+from mpi4dl_nb.engines.images.files import make_damaged_error
+from mpi4dl_nb.engines.images.regular_file import refuse_doctype
 
 MOST_IMAGES = 1000  # that a file may describe: a slide has about ten, a plate thousands
 _MICRONS = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "m": 1e6}

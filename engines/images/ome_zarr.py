@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ImageError
-from engines.images.files import make_damaged_error
-from engines.images.zarr_chunks import check_metadata
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.files import make_damaged_error
+from mpi4dl_nb.engines.images.zarr_chunks import check_metadata
 
 MOST_LEVELS = 32  # of a picture, each half as large; also the most nested folders
 _LISTED = 8  # pictures of a store that a message lists

@@ -17,11 +17,19 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import ImageError, make_path
-from engines.images.colour_profile import check_stored_colours
-from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, FileReader, read_head, translate_errors
-from engines.images.foreign_formats import describe_format
-from engines.images.picture_reader import (
+from mpi4dl_nb.engines.errors import ImageError, make_path
+from mpi4dl_nb.engines.images.colour_profile import check_stored_colours
+from mpi4dl_nb.engines.images.files import (
+    JPEG_HEAD,
+    PNG_HEAD,
+    TIFF_HEADS,
+    FileCache,
+    FileReader,
+    read_head,
+    translate_errors,
+)
+from mpi4dl_nb.engines.images.foreign_formats import describe_format
+from mpi4dl_nb.engines.images.picture_reader import (
     ArrayPicture,
     DecodeBlock,
     Level,
@@ -32,7 +40,7 @@ from engines.images.picture_reader import (
     make_thumbnail,
     split_row_bands,
 )
-from engines.images.pillow import (
+from mpi4dl_nb.engines.images.pillow import (
     PillowPicture,
     allow_any_size,
     check_mode,
@@ -42,10 +50,10 @@ from engines.images.pillow import (
     is_animated,
     is_apple_png,
 )
-from engines.images.regular_file import open_regular
-from engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
-from engines.images.zarr import ZarrPicture, is_zarr
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
+from mpi4dl_nb.engines.images.zarr import ZarrPicture, is_zarr
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 # Whole slides of many vendors through OpenSlide, and any object with OpenSlide's interface.
 

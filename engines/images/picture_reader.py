@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import AS_TENSORS, ImageError
-from engines.formatting import format_html_table
+from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
+from mpi4dl_nb.engines.formatting import format_html_table
 
 Pixels = NDArray[np.uint8]
 """(H, W, 3), red, green, blue."""

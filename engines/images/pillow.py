@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from engines.errors import AS_TENSORS, ImageError
-from engines.images.colour_profile import Transform, find_conversion, warn_of_colours
-from engines.images.files import (
+from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
+from mpi4dl_nb.engines.images.colour_profile import Transform, find_conversion, warn_of_colours
+from mpi4dl_nb.engines.images.files import (
     JPEG_HEAD,
     PIXELS_PER_BYTE,
     FileCache,
@@ -31,15 +31,15 @@ from engines.images.files import (
     make_damaged_error,
     translate_errors,
 )
-from engines.images.jpeg_frame import read_frame
-from engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
-from engines.images.png_chunks import (
+from mpi4dl_nb.engines.images.jpeg_frame import read_frame
+from mpi4dl_nb.engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
+from mpi4dl_nb.engines.images.png_chunks import (
     find_other_colours,
     find_transparent_shade,
     has_late_text,
     scale_transparent_shade,
 )
-from engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.images.regular_file import open_regular
 
 _GREY, _COLOUR, INKS = ("1", "L"), ("P", "RGB", "YCbCr"), "CMYK"
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from skimage.color import rgb2hed
 from torch import Tensor
 
-from engines.errors import ImageError, describe_working_folder
-from engines.formatting import FactTable
-from engines.images.dataset import LabelledImages, to_network_input
-from engines.images.examples import resize_tile
-from engines.images.files import translate_errors
-from engines.images.folder import folder_images
-from engines.images.picture import Source, open_image
-from engines.images.picture_reader import Pixels
-from engines.images.regular_file import read_bounded
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.errors import ImageError, describe_working_folder
+from mpi4dl_nb.engines.formatting import FactTable
+from mpi4dl_nb.engines.images.dataset import LabelledImages, to_network_input
+from mpi4dl_nb.engines.images.examples import resize_tile
+from mpi4dl_nb.engines.images.files import translate_errors
+from mpi4dl_nb.engines.images.folder import folder_images
+from mpi4dl_nb.engines.images.picture import Source, open_image
+from mpi4dl_nb.engines.images.picture_reader import Pixels
+from mpi4dl_nb.engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.spatial.tiles import Tile
 
 
 def immunohistochemistry() -> Pixels:
@@ -87,7 +87,7 @@ class StainCrops(FactTable):
             raise ImageError(
                 f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, and crops are taken from at "
                 f"most {MOST_PX}. Take them from a part: "
-                "engines.images.picture.crop_picture(picture, y0, x0, height, width)."
+                "mpi4dl_nb.engines.images.picture.crop_picture(picture, y0, x0, height, width)."
             )
         if count < 2:
             raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")

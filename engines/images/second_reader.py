@@ -11,7 +11,7 @@ import imagecodecs
 from PIL import Image
 from tifffile import TiffFile
 
-from engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.images.regular_file import open_regular
 
 MOST_BYTES = 1 << 26  # of a file that is decoded once more, only to word an error
 MOST_PX = 1 << 24  # of all of its pages: decoders allocate what the header asks for

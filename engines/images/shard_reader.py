@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.errors import ImageError
-from engines.graph.labels import LabelSpec
-from engines.graph.model_graph import TensorSpec
-from engines.images.dataset import (
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.graph.labels import LabelSpec
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.images.dataset import (
     IGNORED,
     NOT_LEFT_OUT,
     LabelledImages,
@@ -24,9 +24,9 @@ from engines.images.dataset import (
     make_tensor,
     shuffle_indices,
 )
-from engines.program.worker import Inputs
-from engines.spatial.rng import compute_step_seed
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.program.worker import Inputs
+from mpi4dl_nb.engines.spatial.rng import compute_step_seed
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 # Sampler of the images of each training step; it depends only on the seed, not on plan, ranks or workers.
 

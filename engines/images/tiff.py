@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from tifffile import TiffFile, TiffPage
 
-from engines.images.colour_profile import check_stored_colours
-from engines.images.files import FileReader, make_changed_error, translate_errors
-from engines.images.picture_reader import DecodeBlock, Level, Pixels, make_levels, split_row_bands
-from engines.images.tiff_colours import ColourRule
-from engines.images.tiff_directory import list_pages, list_sub_pages
-from engines.images.tiff_layout import (
+from mpi4dl_nb.engines.images.colour_profile import check_stored_colours
+from mpi4dl_nb.engines.images.files import FileReader, make_changed_error, translate_errors
+from mpi4dl_nb.engines.images.picture_reader import DecodeBlock, Level, Pixels, make_levels, split_row_bands
+from mpi4dl_nb.engines.images.tiff_colours import ColourRule
+from mpi4dl_nb.engines.images.tiff_directory import list_pages, list_sub_pages
+from mpi4dl_nb.engines.images.tiff_layout import (
     DECODED,
     JPEG,
     JPEG_2000,
@@ -30,7 +30,7 @@ from engines.images.tiff_layout import (
     get_colour_count,
     open_layout,
 )
-from engines.images.tiff_page import (
+from mpi4dl_nb.engines.images.tiff_page import (
     GDAL_NODATA,
     Descriptor,
     TiffPageReader,

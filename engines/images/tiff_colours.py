@@ -9,9 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffPage
 
-from engines.images.picture_reader import WHITE, Pixels, composite_on_white
-from engines.images.pillow import to_8_bit_colours
-from engines.images.tiff_layout import MULTIPLIED, PALETTE, WHITE_IS_ZERO, find_alpha_channel, get_colour_count
+from mpi4dl_nb.engines.images.picture_reader import WHITE, Pixels, composite_on_white
+from mpi4dl_nb.engines.images.pillow import to_8_bit_colours
+from mpi4dl_nb.engines.images.tiff_layout import (
+    MULTIPLIED,
+    PALETTE,
+    WHITE_IS_ZERO,
+    find_alpha_channel,
+    get_colour_count,
+)
 
 
 @dataclass(frozen=True, eq=False)

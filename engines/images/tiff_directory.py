@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tifffile import TiffFile, TiffPage
 
-from engines.images.files import make_damaged_error
+from mpi4dl_nb.engines.images.files import make_damaged_error
 
 MOST_PAGES = 64  # pages that are inspected: a pyramid has about ten, a time series thousands
 MOST_SUB_PAGES = 16  # SubIFDs per page: one for each halving

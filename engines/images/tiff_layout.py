@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile, TiffPage
 
-from engines.errors import AS_TENSORS, ImageError
-from engines.images.files import translate_errors
-from engines.images.ome_tiff import OmeFiles
-from engines.images.tiff_directory import list_pages, list_sub_pages
+from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
+from mpi4dl_nb.engines.images.files import translate_errors
+from mpi4dl_nb.engines.images.ome_tiff import OmeFiles
+from mpi4dl_nb.engines.images.tiff_directory import list_pages, list_sub_pages
 
 PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)

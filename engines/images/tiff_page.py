@@ -15,12 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffPage
 
-from engines.errors import ImageError
-from engines.images.files import check_budget, check_size, make_damaged_error, make_undecoded_error, translate_errors
-from engines.images.orientation import SWAPPED, find_stored_tile, turn_back
-from engines.images.picture_reader import DecodeBlock
-from engines.images.tiff_layout import JPEG, JPEG_2000, ORIENTATION, PLAIN
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.files import (
+    check_budget,
+    check_size,
+    make_damaged_error,
+    make_undecoded_error,
+    translate_errors,
+)
+from mpi4dl_nb.engines.images.orientation import SWAPPED, find_stored_tile, turn_back
+from mpi4dl_nb.engines.images.picture_reader import DecodeBlock
+from mpi4dl_nb.engines.images.tiff_layout import JPEG, JPEG_2000, ORIENTATION, PLAIN
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 LARGE_TILE_PX = 1 << 24  # 4096 x 4096: programs write small pages in the tiles of large ones
 TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find

@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import AS_TENSORS, ImageError
-from engines.images.files import FileReader, make_damaged_error, translate_errors
-from engines.images.ome_zarr import compute_microns, parse_axes, read_multiscale, sort_levels
-from engines.images.picture_reader import DecodeBlock, Level, Pixels, convert_array, make_levels, split_row_bands
-from engines.images.zarr_chunks import check_array, check_chunk_names, check_metadata, check_stored
+from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
+from mpi4dl_nb.engines.images.files import FileReader, make_damaged_error, translate_errors
+from mpi4dl_nb.engines.images.ome_zarr import compute_microns, parse_axes, read_multiscale, sort_levels
+from mpi4dl_nb.engines.images.picture_reader import (
+    DecodeBlock,
+    Level,
+    Pixels,
+    convert_array,
+    make_levels,
+    split_row_bands,
+)
+from mpi4dl_nb.engines.images.zarr_chunks import check_array, check_chunk_names, check_metadata, check_stored
 
 _FILES = ("zarr.json", ".zarray", ".zgroup")
 _CHUNK_PX = 1 << 18  # pixels that take as long to decode as a chunk takes to find

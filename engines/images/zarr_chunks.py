@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import imagecodecs
 import numpy as np
 
-from engines.errors import ImageError
-from engines.formatting import format_bytes
-from engines.images.files import make_damaged_error
-from engines.images.regular_file import is_within, open_regular
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.images.files import make_damaged_error
+from mpi4dl_nb.engines.images.regular_file import is_within, open_regular
 
 # Codecs of Zarr chunks: which ones are supported, and the size of a chunk unpacked, found before unpacking it.
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import PlanError
-from engines.graph.output_meaning import OutputMeaning
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
 
 Numbers = NDArray[Any]
 

@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm
 
-from engines.cli import options
-from engines.comm.world import World, run_on_all
-from engines.errors import CheckpointError, ImageError, PlanError
-from engines.graph.output_meaning import ACTIVATIONS, OutputMeaning, choose_kind, choose_meaning, read_meaning
-from engines.images.picture import open_image
-from engines.inference.class_map import name_classes
-from engines.inference.pyramid_sink import make_pyramid
-from engines.inference.rank_predictor import make_padded_region, prepare_region
-from engines.inference.tile_stitcher import KINDS, Shape, TileSink
-from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
-from engines.plan import PRECISIONS
-from engines.train.checkpoint_reader import Checkpoint, get_tensor_file
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.world import World, run_on_all
+from mpi4dl_nb.engines.errors import CheckpointError, ImageError, PlanError
+from mpi4dl_nb.engines.graph.output_meaning import ACTIVATIONS, OutputMeaning, choose_kind, choose_meaning, read_meaning
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.inference.class_map import name_classes
+from mpi4dl_nb.engines.inference.pyramid_sink import make_pyramid
+from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region, prepare_region
+from mpi4dl_nb.engines.inference.tile_stitcher import KINDS, Shape, TileSink
+from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
+from mpi4dl_nb.engines.plan import PRECISIONS
+from mpi4dl_nb.engines.train.checkpoint_reader import Checkpoint, get_tensor_file
 
 # Load trained weights into a plain model from a safetensors file with its own names, or from a checkpoint.
 

@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from engines.comm.status_board import get_status_board
-from engines.formatting import format_bytes
-from engines.inference.class_map import ClassMap, find_pitches, halve_classes, make_colours
-from engines.inference.rank_predictor import PaddedRegion
-from engines.inference.tile_stitcher import ArraySink, Shape
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.comm.status_board import get_status_board
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.inference.class_map import ClassMap, find_pitches, halve_classes, make_colours
+from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion
+from mpi4dl_nb.engines.inference.tile_stitcher import ArraySink, Shape
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 TILE_PX, GROUP_PX = 256, 4096  # side of a tile of the file; width of a row of tiles that is read at once
 MOST_PNG_PX = 1 << 29

@@ -10,26 +10,32 @@ from operator import index
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import choose_autocast_type, choose_device, choose_thread_count, place_inputs, use_threads
-from engines.comm.world import World
-from engines.errors import ImageError, PlanError, TraceError
-from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.graph.model_mixing import find_mixing
-from engines.graph.operand_types import check_operand_types, trace_in_fitting_type
-from engines.graph.trace import trace_inference
-from engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
-from engines.images.dataset import to_network_input
-from engines.images.picture import crop_picture
-from engines.images.picture_reader import Picture
-from engines.plan import Plan
-from engines.program.compile import Compiler, compile_plan
-from engines.program.program import Program
-from engines.program.steps import describe_steps
-from engines.program.worker import Inputs, Worker
-from engines.spatial.operator_table import UserOps
-from engines.spatial.tiles import Tile
-from engines.train.recipe import Recipe, collect_state, sgd
-from engines.train.training import copy_state_tensor, cut_inputs
+from mpi4dl_nb.engines.comm.device import (
+    choose_autocast_type,
+    choose_device,
+    choose_thread_count,
+    place_inputs,
+    use_threads,
+)
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.graph.model_mixing import find_mixing
+from mpi4dl_nb.engines.graph.operand_types import check_operand_types, trace_in_fitting_type
+from mpi4dl_nb.engines.graph.trace import trace_inference
+from mpi4dl_nb.engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
+from mpi4dl_nb.engines.images.dataset import to_network_input
+from mpi4dl_nb.engines.images.picture import crop_picture
+from mpi4dl_nb.engines.images.picture_reader import Picture
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import Compiler, compile_plan
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.steps import describe_steps
+from mpi4dl_nb.engines.program.worker import Inputs, Worker
+from mpi4dl_nb.engines.spatial.operator_table import UserOps
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.recipe import Recipe, collect_state, sgd
+from mpi4dl_nb.engines.train.training import copy_state_tensor, cut_inputs
 
 Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, in host memory."""

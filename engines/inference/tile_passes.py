@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.device import choose_memory_format, read_process_bytes
-from engines.comm.loopback import make_loopback_worlds
-from engines.comm.world import World, run_on_first
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers
-from engines.plan import Plan
-from engines.predict.kernel_effects import LiveBytes
-from engines.program.effects import Phase
-from engines.program.instructions import AllReduce, Compute, ModelInstruction
-from engines.program.lowering import Lowering
-from engines.program.program import DirectionProgram, Program, ShardSpec, Step
-from engines.program.worker import Worker
-from engines.spatial.layout import Role
-from engines.spatial.rng import find_sample_number
-from engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.comm.device import choose_memory_format, read_process_bytes
+from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
+from mpi4dl_nb.engines.comm.world import World, run_on_first
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction
+from mpi4dl_nb.engines.program.lowering import Lowering
+from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.layout import Role
+from mpi4dl_nb.engines.spatial.rng import find_sample_number
+from mpi4dl_nb.engines.spatial.tiles import Grid
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.comm.all_reduce import all_reduce
-from engines.comm.device import (
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.device import (
     choose_device,
     compute_threads_per_rank,
     count_local_ranks,
@@ -30,23 +30,23 @@ from engines.comm.device import (
     read_peak_bytes,
     use_threads,
 )
-from engines.comm.world import World, run_on_all
-from engines.errors import PlanError, TraceError
-from engines.formatting import FactTable, format_bytes, format_number, format_seconds
-from engines.graph.output_meaning import OutputMeaning
-from engines.inference.rank_predictor import PaddedRegion, find_state
-from engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
-from engines.inference.tile_stitcher import (
+from mpi4dl_nb.engines.comm.world import World, run_on_all
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_number, format_seconds
+from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
+from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion, find_state
+from mpi4dl_nb.engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
+from mpi4dl_nb.engines.inference.tile_stitcher import (
     ArraySink,
     MakeSink,
     TileStitcher,
     convert_image_scores,
     convert_pixel_scores,
 )
-from engines.program.worker import Worker
-from engines.spatial.tiles import Tile
-from engines.train.recipe import Recipe
-from engines.train.training import copy_state_tensor
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import copy_state_tensor
 
 
 @dataclass(frozen=True)

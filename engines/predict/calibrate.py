@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import count_cores, count_local_ranks, get_memory_bytes, use_threads
-from engines.comm.loopback import make_loopback_worlds
-from engines.comm.world import Message, World
-from engines.graph.model_graph import Ref
-from engines.predict.calibration_runs import CalibrationRecipes, CalibrationRun, fit_machine
-from engines.predict.kernel_timer import (
+from mpi4dl_nb.engines.comm.device import count_cores, count_local_ranks, get_memory_bytes, use_threads
+from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
+from mpi4dl_nb.engines.comm.world import Message, World
+from mpi4dl_nb.engines.graph.model_graph import Ref
+from mpi4dl_nb.engines.predict.calibration_runs import CalibrationRecipes, CalibrationRun, fit_machine
+from mpi4dl_nb.engines.predict.kernel_timer import (
     KernelTimer,
     KernelTimes,
     LayerSize,
@@ -31,14 +31,14 @@ from engines.predict.kernel_timer import (
     measure_median_seconds,
     measure_seconds,
 )
-from engines.predict.machine import Machine
-from engines.predict.machine_checks import Noise, Spin, compute_foreign_share, compute_spread
-from engines.program.effects import LocalOp, Phase
-from engines.program.instructions import Compute, RunningStatistics, Update
-from engines.program.program import DirectionProgram, Program, ShardSpec, Step
-from engines.program.update import update_buffers
-from engines.program.worker import Worker
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machine_checks import Noise, Spin, compute_foreign_share, compute_spread
+from mpi4dl_nb.engines.program.effects import LocalOp, Phase
+from mpi4dl_nb.engines.program.instructions import Compute, RunningStatistics, Update
+from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
+from mpi4dl_nb.engines.program.update import update_buffers
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.tiles import Tile
 
 SIZES = (
     LayerSize(16, 16),

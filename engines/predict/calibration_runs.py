@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from engines.comm.status_board import get_wait_cpu_s
-from engines.comm.world import World
-from engines.plan import Plan
-from engines.predict.cost import ComputeWork, CostModel, build_step_actions
-from engines.predict.machine import Machine
-from engines.predict.machine_checks import compute_spread
-from engines.predict.rank_tally import build_tally
-from engines.predict.simulate import simulate
-from engines.program.compile import compile_plan
-from engines.spatial.layout import compute_threads
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.status_board import get_wait_cpu_s
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.cost import ComputeWork, CostModel, build_step_actions
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machine_checks import compute_spread
+from mpi4dl_nb.engines.predict.rank_tally import build_tally
+from mpi4dl_nb.engines.predict.simulate import simulate
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.spatial.layout import compute_threads
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128

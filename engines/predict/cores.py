@@ -13,8 +13,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engines.predict.cost import ComputeWork
-from engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.cost import ComputeWork
+from mpi4dl_nb.engines.predict.machine import Machine
 
 _NOTHING_S = 1e-12
 _ROUNDING = 4 * sys.float_info.epsilon  # relative to the current time: a smaller step would not advance the clock

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
-from engines.predict.machine import Machine
-from engines.predict.machines import adapt_to_precision
-from engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
-from engines.program.effects import Effects, Messages, Phase, Reduction
-from engines.program.program import LEAST_BYTES, Program, Step
+from mpi4dl_nb.engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import adapt_to_precision
+from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
+from mpi4dl_nb.engines.program.effects import Effects, Messages, Phase, Reduction
+from mpi4dl_nb.engines.program.program import LEAST_BYTES, Program, Step
 
 _CACHE_BYTES = 1 << 24  # no cache of one core is larger
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engines.errors import PlanError
-from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent
-from engines.plan import Plan
-from engines.predict.forecast import Forecast, compute_throughput
-from engines.program.timeline import compute_time_shares
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
+from mpi4dl_nb.engines.program.timeline import compute_time_shares
 
 WORDS = {
     "data": "data parallelism",

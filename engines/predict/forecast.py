@@ -6,19 +6,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engines.errors import PlanError
-from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_seconds, format_shares
-from engines.graph.model_graph import ModelGraph
-from engines.plan import Plan
-from engines.predict.cost import CostModel
-from engines.predict.machine import Machine
-from engines.predict.machines import find_other_precision
-from engines.predict.rank_memory import RankMemory, compile_replica, predict_rank_memory
-from engines.predict.simulate import simulate
-from engines.predict.tallies import RankTally
-from engines.program.program import Program, Traffic, count_traffic
-from engines.program.timeline import Timeline, compute_time_shares
-from engines.spatial.layout import compute_threads
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import (
+    FactTable,
+    describe_unknown,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_shares,
+)
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.cost import CostModel
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import find_other_precision
+from mpi4dl_nb.engines.predict.rank_memory import RankMemory, compile_replica, predict_rank_memory
+from mpi4dl_nb.engines.predict.simulate import simulate
+from mpi4dl_nb.engines.predict.tallies import RankTally
+from mpi4dl_nb.engines.program.program import Program, Traffic, count_traffic
+from mpi4dl_nb.engines.program.timeline import Timeline, compute_time_shares
+from mpi4dl_nb.engines.spatial.layout import compute_threads
 
 ORDERS = {"speed": "most images per second", "memory": "least memory of the fullest rank"}
 """What plans may be ordered `by`, and which of them is then the best."""
@@ -163,7 +170,7 @@ def count_copies(plan: Plan, machine: Machine) -> int:
     the others, which at most overestimates the time. If all ranks share the cores of one host, all replicas are
     simulated.
 
-    >>> from engines.predict.machine import Link
+    >>> from mpi4dl_nb.engines.predict.machine import Link
     >>> machine = Machine("nodes of 6", "an example", {}, node_ranks=6, between=Link(1e-6, 1e10))
     >>> [count_copies(Plan(split_size=n, spatial_size=0, data_parallel=32), machine) for n in (1, 3, 4, 5, 12)]
     [1, 1, 3, 6, 1]

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from engines.comm.device import choose_memory_format
-from engines.comm.status_board import get_status_board
-from engines.predict.cost import count_work
-from engines.predict.kernel_effects import LocalTensor
-from engines.predict.machine import Speed
-from engines.predict.rank_tally import build_op_tally
-from engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
-from engines.spatial.kernels import get_kernel
+from mpi4dl_nb.engines.comm.device import choose_memory_format
+from mpi4dl_nb.engines.comm.status_board import get_status_board
+from mpi4dl_nb.engines.predict.cost import count_work
+from mpi4dl_nb.engines.predict.kernel_effects import LocalTensor
+from mpi4dl_nb.engines.predict.machine import Speed
+from mpi4dl_nb.engines.predict.rank_tally import build_op_tally
+from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
+from mpi4dl_nb.engines.spatial.kernels import get_kernel
 
 # The kernels that a calibration times: those of the layers of common networks, in tiles and whole.
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engines.comm.all_reduce_sizes import count_sends
-from engines.predict.machine import Link, Machine
+from mpi4dl_nb.engines.comm.all_reduce_sizes import count_sends
+from mpi4dl_nb.engines.predict.machine import Link, Machine
 
 
 @dataclass

@@ -11,9 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import PlanError
-from engines.formatting import FactTable, format_bytes, format_seconds
-from engines.predict.machine_checks import Noise, check_machine
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_seconds
+from mpi4dl_nb.engines.predict.machine_checks import Noise, check_machine
 
 # Interpolation of a number between the sizes at which it was sampled.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.predict.tallies import CLASSES
+from mpi4dl_nb.engines.predict.tallies import CLASSES
 
 # Valid ranges, beyond which forecasts would overflow or take for ever. They are wide: from one byte in a thousand
 # seconds to more than all computers of the world together.

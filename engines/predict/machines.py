@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
-from engines.plan import HALF
-from engines.predict.machine import Link, Machine, Speed
-from engines.predict.tallies import BY_ARITHMETIC, CLASSES
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.plan import HALF
+from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
+from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
 # Processors and nodes as described by their makers, and the rule that makes a `Machine` of them.
 #

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engines.comm.all_reduce_sizes import compute_workspace_bytes
-from engines.plan import Plan
-from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
-from engines.program.effects import Effects, Instruction, Messages, Phase
-from engines.program.program import LEAST_BYTES, DirectionProgram, LiveValues, Program, Step
+from mpi4dl_nb.engines.comm.all_reduce_sizes import compute_workspace_bytes
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.tallies import DirectionTally, RankTally, SegmentTally
+from mpi4dl_nb.engines.program.effects import Effects, Instruction, Messages, Phase
+from mpi4dl_nb.engines.program.program import LEAST_BYTES, DirectionProgram, LiveValues, Program, Step
 
 # Tracks memory: the blocks that are held, how often, and their bytes.
 

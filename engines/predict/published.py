@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.plan import Plan
-from engines.predict.machine import Link
-from engines.predict.machines import SMALL_S
-from engines.predict.published_replay import ModelReference, PublishedResult, RunVariant, StudyRun
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.machine import Link
+from mpi4dl_nb.engines.predict.machines import SMALL_S
+from mpi4dl_nb.engines.predict.published_replay import ModelReference, PublishedResult, RunVariant, StudyRun
 
-AMOEBANET = ModelReference("engines.models:amoebanetd", {"num_layers": 18, "num_filters": 214})
-RESNET_110 = ModelReference("engines.models:resnet_v2", {"depth": 110})
-RESNET_1K = ModelReference("engines.models:resnet_v2", {"depth": 1001})
+AMOEBANET = ModelReference("mpi4dl_nb:amoebanetd", {"num_layers": 18, "num_filters": 214})
+RESNET_110 = ModelReference("mpi4dl_nb:resnet_v2", {"depth": 110})
+RESNET_1K = ModelReference("mpi4dl_nb:resnet_v2", {"depth": 1001})
 RESNET_50 = ModelReference(
     "monai.networks.nets:resnet50",
     {"spatial_dims": 2, "n_input_channels": 3, "num_classes": 1000, "conv1_t_stride": 2},

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.errors import PlanError
-from engines.graph.trace_cache import TraceCache
-from engines.plan import Plan
-from engines.predict.forecast import Forecast, forecast
-from engines.predict.machines import resolve_machine
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
+from mpi4dl_nb.engines.predict.machines import resolve_machine
 
 NEAR = 0.2
 """The largest relative difference at which a simulated and a published number agree."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from engines.graph.export_reader import resolve_flops
-from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
-from engines.predict.kernel_effects import KernelEffect, LocalTensor, find_local_tensors, infer_effect
-from engines.predict.memory_simulation import GradientTracker, MemoryTracker
-from engines.predict.tallies import (
+from mpi4dl_nb.engines.graph.export_reader import resolve_flops
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from mpi4dl_nb.engines.predict.kernel_effects import KernelEffect, LocalTensor, find_local_tensors, infer_effect
+from mpi4dl_nb.engines.predict.memory_simulation import GradientTracker, MemoryTracker
+from mpi4dl_nb.engines.predict.tallies import (
     BY_ARITHMETIC,
     DirectionTally,
     OpTally,
@@ -22,11 +22,11 @@ from engines.predict.tallies import (
     classify_kernel,
     get_convolution_shape,
 )
-from engines.program.effects import LocalOp, Phase
-from engines.program.instructions import DEVICE, SEED, Compute
-from engines.program.program import DirectionProgram, Program
-from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
-from engines.spatial.kernels import SLOT_ARGUMENTS
+from mpi4dl_nb.engines.program.effects import LocalOp, Phase
+from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
+from mpi4dl_nb.engines.program.program import DirectionProgram, Program
+from mpi4dl_nb.engines.program.segment import find_in_place, find_last_reads, find_out_kernel
+from mpi4dl_nb.engines.spatial.kernels import SLOT_ARGUMENTS
 
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
 

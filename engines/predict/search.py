@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engines.errors import PlanError, TraceError
-from engines.formatting import format_bytes
-from engines.graph.model_graph import ModelGraph
-from engines.plan import Plan
-from engines.predict.cost import CostModel
-from engines.predict.forecast import Forecast, check_order, forecast
-from engines.predict.machine import Machine
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.cost import CostModel
+from mpi4dl_nb.engines.predict.forecast import Forecast, check_order, forecast
+from mpi4dl_nb.engines.predict.machine import Machine
 
 _MANY = 12
 """From this number of ranks in a replica on, tiles may span two stages."""

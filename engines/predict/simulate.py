@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
-from engines.errors import PlanError
-from engines.predict.cores import DedicatedCores, SharedCores
-from engines.predict.cost import (
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.predict.cores import DedicatedCores, SharedCores
+from mpi4dl_nb.engines.predict.cost import (
     Action,
     ComputeWork,
     CopyMessage,
@@ -24,12 +24,12 @@ from engines.predict.cost import (
     WaitMessage,
     build_step_actions,
 )
-from engines.predict.links import AllReduceCost, BackgroundAllReduce, LinkQueues
-from engines.predict.machine import Link, Machine
-from engines.predict.tallies import RankTally
-from engines.program.effects import Phase
-from engines.program.program import Program, count_sent
-from engines.program.timeline import Timeline, TimelineEvent
+from mpi4dl_nb.engines.predict.links import AllReduceCost, BackgroundAllReduce, LinkQueues
+from mpi4dl_nb.engines.predict.machine import Link, Machine
+from mpi4dl_nb.engines.predict.tallies import RankTally
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.program import Program, count_sent
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 
 
 def simulate(

@@ -8,17 +8,24 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from engines.errors import PlanError, TraceError
-from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent, format_shares
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
-from engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
-from engines.predict.forecast import Forecast, check_order, forecast
-from engines.predict.machine import Machine
-from engines.predict.machines import resolve_machine
-from engines.predict.search import generate_plans
-from engines.predict.sizes import Sizes
-from engines.program.timeline import compute_time_shares
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.formatting import (
+    FactTable,
+    describe_unknown,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_shares,
+)
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
+from mpi4dl_nb.engines.predict.forecast import Forecast, check_order, forecast
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import resolve_machine
+from mpi4dl_nb.engines.predict.search import generate_plans
+from mpi4dl_nb.engines.predict.sizes import Sizes
+from mpi4dl_nb.engines.program.timeline import compute_time_shares
 
 SIZES_PX = (256, 512, 1024, 2048, 4096, 8192, 16384)
 EACH = 6
@@ -166,7 +173,7 @@ class ScalingPoint(FactTable):
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """The fractions of the time, by `engines.program.timeline.SHARES`."""
+        """The fractions of the time, by `mpi4dl_nb.engines.program.timeline.SHARES`."""
         return compute_time_shares(self.forecast.timeline)
 
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engines.errors import TraceError
-from engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
-from engines.program.effects import LocalOp, Phase
-from engines.program.exchange import Exchange
-from engines.program.instructions import AllReduce, Compute, ModelInstruction, RunningStatistics
-from engines.program.value_layout import ValueLayout, ValueLayouts
-from engines.spatial.tiles import Axes, Move, Tile, compute_moves
-from engines.spatial.windows import Shift, SpanRule, Window, WindowRead, compute_window
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
+from mpi4dl_nb.engines.program.effects import LocalOp, Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction, RunningStatistics
+from mpi4dl_nb.engines.program.value_layout import ValueLayout, ValueLayouts
+from mpi4dl_nb.engines.spatial.tiles import Axes, Move, Tile, compute_moves
+from mpi4dl_nb.engines.spatial.windows import Shift, SpanRule, Window, WindowRead, compute_window
 
 MovesByRank = Mapping[int, tuple[Move, ...]]
 

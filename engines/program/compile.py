@@ -7,19 +7,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from engines.errors import PlanError
-from engines.graph.model_graph import BatchLoss, ModelGraph, is_synced_count
-from engines.graph.stages import find_sharded_names, shard_graph
-from engines.plan import Plan
-from engines.program.builder import Builder
-from engines.program.effects import Instruction, Phase
-from engines.program.instructions import FINITE_CHECK, FiniteCheckAllReduce, ReduceBatchStats, SumGradients, Update
-from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
-from engines.program.make_schedule import make_schedule
-from engines.program.program import CountLabels, DirectionProgram, Program, Step
-from engines.program.schedule import ActionKind, Batch, PipelineAction, Schedule
-from engines.spatial.layout import Role
-from engines.spatial.operator_table import lower
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import BatchLoss, ModelGraph, is_synced_count
+from mpi4dl_nb.engines.graph.stages import find_sharded_names, shard_graph
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.effects import Instruction, Phase
+from mpi4dl_nb.engines.program.instructions import (
+    FINITE_CHECK,
+    FiniteCheckAllReduce,
+    ReduceBatchStats,
+    SumGradients,
+    Update,
+)
+from mpi4dl_nb.engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
+from mpi4dl_nb.engines.program.make_schedule import make_schedule
+from mpi4dl_nb.engines.program.program import CountLabels, DirectionProgram, Program, Step
+from mpi4dl_nb.engines.program.schedule import ActionKind, Batch, PipelineAction, Schedule
+from mpi4dl_nb.engines.spatial.layout import Role
+from mpi4dl_nb.engines.spatial.operator_table import lower
 
 # Buckets of gradients: which weights are reduced together, and where in a program their all-reduce starts.
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.comm.device import choose_memory_format
-from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
-from engines.comm.world import Pending, World
-from engines.program.exchange import Exchange
-from engines.program.message_buffers import (
+from mpi4dl_nb.engines.comm.device import choose_memory_format
+from mpi4dl_nb.engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
+from mpi4dl_nb.engines.comm.world import Pending, World
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.message_buffers import (
     MessageBuffer,
     MessageSet,
     SendQueue,
@@ -26,7 +26,7 @@ from engines.program.message_buffers import (
     make_persistent_messages,
     make_temporary_messages,
 )
-from engines.spatial.tiles import Move
+from mpi4dl_nb.engines.spatial.tiles import Move
 
 
 @dataclass(frozen=True, slots=True)

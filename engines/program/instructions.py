@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engines.graph.model_graph import Ref, TensorSpec
-from engines.program.effects import Effects, Instruction, LocalOp, Phase, Reduction
-from engines.program.exchange import Exchange
+from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
+from mpi4dl_nb.engines.program.effects import Effects, Instruction, LocalOp, Phase, Reduction
+from mpi4dl_nb.engines.program.exchange import Exchange
 
 DEVICE = Ref("@device")
 """Placeholder for the device of a rank's tensors in a kernel's arguments; each rank substitutes its own device."""

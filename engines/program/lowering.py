@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import engines.spatial.entries  # noqa: F401  (fills the operator table)
-from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph, Node, Ref
-from engines.graph.stages import cut_stages, find_layers, find_sharded_names, shard_graph
-from engines.plan import Plan
-from engines.program.builder import Builder
-from engines.program.instructions import ModelInstruction
-from engines.program.program import ShardSpec
-from engines.program.value_layout import Memo, ValueLayout
-from engines.spatial.layout import Layout, Role, StageRanks
-from engines.spatial.operator_table import lower
-from engines.spatial.tiles import Axes, Grid, Span, Tile
-from engines.spatial.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
+import mpi4dl_nb.engines.spatial.entries  # noqa: F401  (fills the operator table)
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
+from mpi4dl_nb.engines.graph.stages import cut_stages, find_layers, find_sharded_names, shard_graph
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.instructions import ModelInstruction
+from mpi4dl_nb.engines.program.program import ShardSpec
+from mpi4dl_nb.engines.program.value_layout import Memo, ValueLayout
+from mpi4dl_nb.engines.spatial.layout import Layout, Role, StageRanks
+from mpi4dl_nb.engines.spatial.operator_table import lower
+from mpi4dl_nb.engines.spatial.tiles import Axes, Grid, Span, Tile
+from mpi4dl_nb.engines.spatial.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 
 # Tags in blocks of STAGE_TAGS, for S stages:
 #

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program.schedule import (
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.schedule import (
     ActionKind,
     Batch,
     PipelineAction,

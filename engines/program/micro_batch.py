@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.all_reduce import all_reduce
-from engines.comm.world import World
-from engines.program.effects import Instruction, Phase
-from engines.program.exchange import Exchange
-from engines.program.exchange_runner import ExchangeRunner, StartedExchange
-from engines.program.instructions import AllReduce, Compute, ModelInstruction
-from engines.program.program import DirectionProgram, LiveValues
-from engines.program.segment import Segment
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.program.effects import Instruction, Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, StartedExchange
+from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction
+from mpi4dl_nb.engines.program.program import DirectionProgram, LiveValues
+from mpi4dl_nb.engines.program.segment import Segment
 
 
 @dataclass(frozen=True)

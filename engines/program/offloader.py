@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from engines.errors import RankError
-from engines.formatting import format_bytes
-from engines.program.effects import Phase
-from engines.program.instructions import Compute, ModelInstruction
-from engines.program.micro_batch import MicroBatchState
-from engines.program.program import LEAST_BYTES
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import Compute, ModelInstruction
+from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
+from mpi4dl_nb.engines.program.program import LEAST_BYTES
 
 # A file that holds the contents of offloaded tensors.
 

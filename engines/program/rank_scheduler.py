@@ -15,9 +15,9 @@ import torch
 from greenlet import greenlet
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engines.comm.loopback import LoopbackWorld, Mailbox
-from engines.comm.status_board import measure_suspension
-from engines.errors import RankError
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, Mailbox
+from mpi4dl_nb.engines.comm.status_board import measure_suspension
+from mpi4dl_nb.engines.errors import RankError
 
 
 class _SuspendingMailbox(Mailbox):

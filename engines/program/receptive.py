@@ -10,15 +10,15 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
-from engines.graph.model_graph import ModelGraph
-from engines.plan import Plan
-from engines.program.builder import Builder
-from engines.program.lowering import Lowering
-from engines.spatial.layout import Role
-from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import SpanRule, WindowRead
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.lowering import Lowering
+from mpi4dl_nb.engines.spatial.layout import Role
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.spatial.windows import SpanRule, WindowRead
 
 _NOWHERE = np.iinfo(np.int64).max // 2  # the start of an empty span: later than any pixel
 
@@ -74,7 +74,7 @@ class ReceptiveFields:
     """Receptive fields of all values of a model, by the window rules of the operator table, axis by axis.
 
     >>> from torch import nn
-    >>> from engines.train.recipe import prepare
+    >>> from mpi4dl_nb.engines.train.recipe import prepare
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1))
     >>> fields = ReceptiveFields(prepare(model, Plan(split_size=1), (1, 3, 32, 32)).graph)
     >>> fields.compute_field("conv2d_1", 5, 5).image.shape

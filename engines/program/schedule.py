@@ -8,8 +8,8 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
 
 
 class ActionKind(Enum):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.graph.model_graph import Ref, find_ref_names
-from engines.program.effects import LocalOp
-from engines.program.exchange_runner import ExchangeRunner
-from engines.program.instructions import SEED, Compute
-from engines.program.program import DirectionProgram
-from engines.spatial.kernels import get_kernel, has_kernel
+from mpi4dl_nb.engines.graph.model_graph import Ref, find_ref_names
+from mpi4dl_nb.engines.program.effects import LocalOp
+from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner
+from mpi4dl_nb.engines.program.instructions import SEED, Compute
+from mpi4dl_nb.engines.program.program import DirectionProgram
+from mpi4dl_nb.engines.spatial.kernels import get_kernel, has_kernel
 
 # ReLUs that overwrite their input where neither later operators nor the backward pass read it again.
 #
@@ -36,7 +36,7 @@ FORGETFUL = (
 def find_in_place(segment: Compute) -> frozenset[str]:
     """Return the results of a segment that may overwrite the values they are computed from.
 
-    >>> from engines.graph.model_graph import Ref
+    >>> from mpi4dl_nb.engines.graph.model_graph import Ref
     >>> ops = LocalOp("y", "aten.add.Tensor", (Ref("a"), Ref("b"))), LocalOp("z", "aten.relu.default", (Ref("y"),))
     >>> sorted(find_in_place(Compute("s", ops, ("a", "b"), ("z",), True)))
     ['z']

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from engines.errors import PlanError, RankError, iterate_causes
-from engines.program.effects import LocalOp
-from engines.program.instructions import DEVICE, SEED, Compute
-from engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
-from engines.spatial.kernels import get_kernel
+from mpi4dl_nb.engines.errors import PlanError, RankError, iterate_causes
+from mpi4dl_nb.engines.program.effects import LocalOp
+from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
+from mpi4dl_nb.engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
+from mpi4dl_nb.engines.spatial.kernels import get_kernel
 
 # Compile in this process: worker processes might outlive it. Read when TorchInductor is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

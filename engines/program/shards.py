@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engines.errors import PlanError
-from engines.graph.model_graph import Ref
-from engines.program.compile import Compiler
-from engines.program.effects import Phase
-from engines.program.program import Program
-from engines.program.steps import StepLabel
-from engines.spatial.tiles import Axes, Grid, Plane, Span, Tile
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import Ref
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.steps import StepLabel
+from mpi4dl_nb.engines.spatial.tiles import Axes, Grid, Plane, Span, Tile
 
 
 @dataclass(frozen=True, slots=True)

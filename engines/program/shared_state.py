@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engines.comm.all_reduce import RoundsRequest
-from engines.comm.device import choose_device
-from engines.comm.streams import DeviceEvent, record_event
-from engines.comm.world import Message, Pending, World
-from engines.program.instructions import SumGradients
+from mpi4dl_nb.engines.comm.all_reduce import RoundsRequest
+from mpi4dl_nb.engines.comm.device import choose_device
+from mpi4dl_nb.engines.comm.streams import DeviceEvent, record_event
+from mpi4dl_nb.engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.program.instructions import SumGradients
 
 # Ranks of one thread never compute at the same time, so they may use the same memory:
 #

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.graph.model_graph import ModelGraph
-from engines.graph.stages import find_layers
-from engines.plan import Plan
-from engines.program.effects import Effects, Phase
-from engines.program.instructions import (
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.stages import find_layers
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.effects import Effects, Phase
+from mpi4dl_nb.engines.program.instructions import (
     ModelInstruction,
 )
-from engines.program.program import Program, Step
-from engines.program.schedule import ActionKind, PipelineAction
-from engines.spatial.layout import Layout
+from mpi4dl_nb.engines.program.program import Program, Step
+from mpi4dl_nb.engines.program.schedule import ActionKind, PipelineAction
+from mpi4dl_nb.engines.spatial.layout import Layout
 
 UNITS = ("instruction", "layer", "micro-batch", "phase")
 """Units by which a run can advance, from the smallest to the largest."""

@@ -11,11 +11,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from engines.errors import PlanError
-from engines.formatting import FactTable, format_seconds, format_shares
-from engines.program.effects import Phase
-from engines.program.instructions import FINITE_CHECK
-from engines.program.program import Step
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import FactTable, format_seconds, format_shares
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import FINITE_CHECK
+from mpi4dl_nb.engines.program.program import Step
 
 WORK = ("compute", "update")
 """The kinds of instructions in which a rank depends on no other."""

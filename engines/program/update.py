@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from engines.comm.all_reduce import AllReduceRequest, all_reduce
-from engines.comm.nccl import NcclAllReduce
-from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
-from engines.comm.world import World
-from engines.errors import PlanError
-from engines.program.instructions import ReduceBatchStats, SumGradients, Update
-from engines.program.message_buffers import choose_message_device, make_message_allocator
-from engines.program.micro_batch import MicroBatchState
-from engines.spatial.kernels import compute_batch_statistics
+from mpi4dl_nb.engines.comm.all_reduce import AllReduceRequest, all_reduce
+from mpi4dl_nb.engines.comm.nccl import NcclAllReduce
+from mpi4dl_nb.engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.program.instructions import ReduceBatchStats, SumGradients, Update
+from mpi4dl_nb.engines.program.message_buffers import choose_message_device, make_message_allocator
+from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
+from mpi4dl_nb.engines.spatial.kernels import compute_batch_statistics
 
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
-from engines.spatial.layout import StageRanks
-from engines.spatial.tiles import Axes, Tile
-from engines.spatial.windows import ExtendedTiles, ValueCost
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from mpi4dl_nb.engines.spatial.layout import StageRanks
+from mpi4dl_nb.engines.spatial.tiles import Axes, Tile
+from mpi4dl_nb.engines.spatial.windows import ExtendedTiles, ValueCost
 
 # A memo for what all ranks of a stage compute alike: the first rank computes it, the others reuse it.
 

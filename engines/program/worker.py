@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.all_reduce import all_reduce
-from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
-from engines.comm.status_board import get_status_board, get_wait_s
-from engines.comm.world import World
-from engines.errors import PlanError
-from engines.formatting import format_names
-from engines.program.effects import Instruction, Phase
-from engines.program.exchange import Exchange
-from engines.program.exchange_runner import make_exchange_runners
-from engines.program.instructions import (
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
+from mpi4dl_nb.engines.comm.status_board import get_status_board, get_wait_s
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.program.effects import Instruction, Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
+from mpi4dl_nb.engines.program.instructions import (
     DEVICE,
     Compute,
     FiniteCheckAllReduce,
@@ -27,14 +27,14 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.program.message_buffers import SendQueue
-from engines.program.micro_batch import MicroBatchState, Runtime
-from engines.program.program import CountLabels, Program, Step
-from engines.program.segment import Segment, find_output_allocators
-from engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
-from engines.program.timeline import TimelineEvent
-from engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers
-from engines.spatial.rng import compute_step_seed
+from mpi4dl_nb.engines.program.message_buffers import SendQueue
+from mpi4dl_nb.engines.program.micro_batch import MicroBatchState, Runtime
+from mpi4dl_nb.engines.program.program import CountLabels, Program, Step
+from mpi4dl_nb.engines.program.segment import Segment, find_output_allocators
+from mpi4dl_nb.engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
+from mpi4dl_nb.engines.program.timeline import TimelineEvent
+from mpi4dl_nb.engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers
+from mpi4dl_nb.engines.spatial.rng import compute_step_seed
 
 Inputs = Mapping[int, Mapping[str, Tensor]]
 """A rank's parts of the inputs: micro-batch, then input name, then tensor."""

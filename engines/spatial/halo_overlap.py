@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.device import choose_memory_format
-from engines.graph.model_graph import Node, Ref
-from engines.program.builder import Builder, HaloRead
-from engines.spatial.kernels import cut_spans, register_kernel
-from engines.spatial.tiles import Axes, Span, Tile
-from engines.spatial.windows import compute_interior, compute_window
+from mpi4dl_nb.engines.comm.device import choose_memory_format
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.builder import Builder, HaloRead
+from mpi4dl_nb.engines.spatial.kernels import cut_spans, register_kernel
+from mpi4dl_nb.engines.spatial.tiles import Axes, Span, Tile
+from mpi4dl_nb.engines.spatial.windows import compute_interior, compute_window
 
 Lower = Callable[[Builder, Node], None]
 PixelRange = tuple[tuple[int, int], ...]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.spatial.tiles import Axes
-from engines.spatial.windows import Margins
+from mpi4dl_nb.engines.spatial.tiles import Axes
+from mpi4dl_nb.engines.spatial.windows import Margins
 
 # Equivalent calls of ATen operators that end the process or take too long on some arguments.
 

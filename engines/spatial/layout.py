@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.tiles import Grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.errors import TraceError
-from engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
-from engines.program.builder import Builder
-from engines.program.instructions import DEVICE, SEED
-from engines.program.value_layout import ValueLayout
-from engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
-from engines.spatial.rng import make_seeded_arguments, uses_generator
-from engines.spatial.tiles import Axes, Span, Tile
-from engines.spatial.windows import Window
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.instructions import DEVICE, SEED
+from mpi4dl_nb.engines.program.value_layout import ValueLayout
+from mpi4dl_nb.engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
+from mpi4dl_nb.engines.spatial.rng import make_seeded_arguments, uses_generator
+from mpi4dl_nb.engines.spatial.tiles import Axes, Span, Tile
+from mpi4dl_nb.engines.spatial.windows import Window
 
 # Errors for operators that cannot run on tiles, and their remedies.
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import Node, Ref, find_ref_names
-from engines.program.builder import Builder
-from engines.spatial.halo_overlap import split_interior
-from engines.spatial.kernels import Kernel, get_kernels, register_kernel
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, find_ref_names
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.spatial.halo_overlap import split_interior
+from mpi4dl_nb.engines.spatial.kernels import Kernel, get_kernels, register_kernel
+from mpi4dl_nb.engines.spatial.local_rules import (
     NeedsGatherError,
     align_arguments,
     all_gather_pixels,
@@ -51,8 +51,8 @@ def register_rule(
     outside the image are 0. The kernel computes the tile of outputs from the window:
 
     >>> from torch.nn.functional import avg_pool2d
-    >>> from engines.spatial.kernels import register_kernel
-    >>> from engines.spatial.windows import SlidingWindow
+    >>> from mpi4dl_nb.engines.spatial.kernels import register_kernel
+    >>> from mpi4dl_nb.engines.spatial.windows import SlidingWindow
     >>> @register_kernel("mine.blur")
     ... def blur(window):
     ...     return avg_pool2d(window, 3, stride=1)
@@ -164,7 +164,7 @@ def is_user_defined(function: Callable[..., Any]) -> bool:
     """Return whether a function is a user's, not this package's or torch's; a class method is judged by its class."""
     owner = getattr(function, "__self__", None)
     home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
-    return home != "builtins" and not home.startswith(("engines.", "torch."))
+    return home != "builtins" and not home.startswith(("mpi4dl_nb.", "torch."))
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.graph.model_graph import ModelGraph, Node
-from engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node
+from mpi4dl_nb.engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
 
 AxisRanges = Sequence[tuple[int, int, int]]
 """For each axis of a tensor: its whole size, and the start and stop of the local part."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError
 
 Axes = tuple[int, ...]
 """Axes of a tensor, counted from the end."""
@@ -263,7 +263,7 @@ def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tupl
 
     The owned tiles do not overlap, so each wanted position inside the value arrives exactly once.
 
-    >>> from engines.spatial.tiles import Span
+    >>> from mpi4dl_nb.engines.spatial.tiles import Span
     >>> left, right = (Tile(Span(0, 4), cols) for cols in (Span(0, 4), Span(4, 8)))
     >>> [m.source for m in compute_moves({0: left, 1: right}, {0: Tile(Span(0, 4), Span(0, 5))})]
     [0, 1]

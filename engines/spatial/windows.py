@@ -13,7 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import ClassVar
 
-from engines.spatial.tiles import Span, Tile, compute_moves
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile, compute_moves
 
 SpanRule = Callable[[Span], Span]
 """Maps outputs along one axis to the inputs that they read, including those outside the image.

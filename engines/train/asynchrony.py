@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from engines.errors import PlanError
-from engines.formatting import FactTable, describe_unknown, format_seconds
-from engines.plan import Plan
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_seconds
+from mpi4dl_nb.engines.plan import Plan
 
 MODES = ("synchronous", "server", "peers")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.errors import CheckpointError
-from engines.graph.model_graph import TensorSpec
-from engines.images.regular_file import read_bounded
-from engines.program.update import GOOD_STEPS
-from engines.train.checkpoint_folder import (
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.program.update import GOOD_STEPS
+from mpi4dl_nb.engines.train.checkpoint_folder import (
     MANIFEST,
     create_draft,
     describe_remedy,

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engines.errors import CheckpointError, DamagedError, UnreadableError, make_absolute
-from engines.formatting import format_bytes
-from engines.images.regular_file import NotRegularError
+from mpi4dl_nb.engines.errors import CheckpointError, DamagedError, UnreadableError, make_absolute
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.images.regular_file import NotRegularError
 
 # Errors of reading or writing a checkpoint: the checkpoint is damaged, or the machine cannot access it now.
 #

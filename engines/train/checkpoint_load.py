@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.world import run_on_all
-from engines.errors import CheckpointError, make_path
-from engines.formatting import format_names
-from engines.graph.owners import find_first_names, iterate_owners
-from engines.images.shard_reader import SamplerState
-from engines.program.update import OptimiserStep
-from engines.train.checkpoint_files import parse_dtype, read_manifest
-from engines.train.checkpoint_folder import make_damaged_error
-from engines.train.checkpoint_reader import STATE, Checkpoint, get_tensor_file
-from engines.train.checkpoint_state import (
+from mpi4dl_nb.engines.comm.world import run_on_all
+from mpi4dl_nb.engines.errors import CheckpointError, make_path
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.graph.owners import find_first_names, iterate_owners
+from mpi4dl_nb.engines.images.shard_reader import SamplerState
+from mpi4dl_nb.engines.program.update import OptimiserStep
+from mpi4dl_nb.engines.train.checkpoint_files import parse_dtype, read_manifest
+from mpi4dl_nb.engines.train.checkpoint_folder import make_damaged_error
+from mpi4dl_nb.engines.train.checkpoint_reader import STATE, Checkpoint, get_tensor_file
+from mpi4dl_nb.engines.train.checkpoint_state import (
     check_optimiser_step,
     check_scheduler_state,
     check_scheduler_step,
     decode_value,
     make_optimiser_state,
 )
-from engines.train.optimisers import make_optimiser
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.optimisers import make_optimiser
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 
 
 def open_checkpoint(path: Path, recipe: Recipe, identity: str | None = None) -> Checkpoint:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.errors import CheckpointError
-from engines.train.checkpoint_files import TRAINING, read_identity, read_manifest
-from engines.train.checkpoint_folder import find_checkpoints, list_checkpoints, make_damaged_error
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.train.checkpoint_files import TRAINING, read_identity, read_manifest
+from mpi4dl_nb.engines.train.checkpoint_folder import find_checkpoints, list_checkpoints, make_damaged_error
 
 # A training has a random id, which its checkpoints carry. A training that loads a checkpoint goes on under its id.
 #

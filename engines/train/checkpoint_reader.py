@@ -17,13 +17,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engines.errors import DamagedError, Mpi4dlError
-from engines.graph.owners import OWNERS
-from engines.images.regular_file import open_regular
-from engines.train.checkpoint_files import HEADER_BYTES, TRAINING, read_manifest
-from engines.train.checkpoint_folder import get_number, make_damaged_error, make_read_error
-from engines.train.checkpoint_owner import find_own_checkpoints
-from engines.train.checkpoint_state import WeightState
+from mpi4dl_nb.engines.errors import DamagedError, Mpi4dlError
+from mpi4dl_nb.engines.graph.owners import OWNERS
+from mpi4dl_nb.engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.train.checkpoint_files import HEADER_BYTES, TRAINING, read_manifest
+from mpi4dl_nb.engines.train.checkpoint_folder import get_number, make_damaged_error, make_read_error
+from mpi4dl_nb.engines.train.checkpoint_owner import find_own_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_state import WeightState
 
 STATE = "training.safetensors"
 """Name of the file with the optimiser's tensors."""

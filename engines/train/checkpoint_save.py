@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.status_board import get_status_board
-from engines.comm.world import TENSOR_TAG, Message, World, run_on_all
-from engines.errors import CheckpointError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.output_meaning import find_output_meaning
-from engines.train.checkpoint_files import (
+from mpi4dl_nb.engines.comm.status_board import get_status_board
+from mpi4dl_nb.engines.comm.world import TENSOR_TAG, Message, World, run_on_all
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.output_meaning import find_output_meaning
+from mpi4dl_nb.engines.train.checkpoint_files import (
     FORMAT,
     TRAINING,
     CheckpointWriter,
@@ -29,12 +29,12 @@ from engines.train.checkpoint_files import (
     count_file_bytes,
     get_tensor_spec,
 )
-from engines.train.checkpoint_owner import describe_others
-from engines.train.checkpoint_reader import STATE, get_tensor_file
-from engines.train.checkpoint_state import WeightState, collect_weight_states, encode_value
-from engines.train.interrupts import StoppedError
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.checkpoint_owner import describe_others
+from mpi4dl_nb.engines.train.checkpoint_reader import STATE, get_tensor_file
+from mpi4dl_nb.engines.train.checkpoint_state import WeightState, collect_weight_states, encode_value
+from mpi4dl_nb.engines.train.interrupts import StoppedError
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 
 # The contents of a checkpoint, and which rank contributes which tensor.
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.errors import CheckpointError
-from engines.program.update import Scheduler
-from engines.train.checkpoint_files import MOST_STEPS
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.program.update import Scheduler
+from mpi4dl_nb.engines.train.checkpoint_files import MOST_STEPS
 
 # Convert the state of optimisers and schedulers, except large tensors, to JSON and back.
 

@@ -11,17 +11,17 @@ import psutil
 from torch import Tensor
 from torch.nn import functional
 
-from engines.comm.device import use_threads
-from engines.errors import PlanError
-from engines.program.effects import Phase
-from engines.program.exchange_runner import ReceivedMessage
-from engines.program.instructions import AllReduce, SumGradients
-from engines.program.program import Step
-from engines.program.worker import Inputs
-from engines.spatial.tiles import Plane, Tile
-from engines.train.step_report import StepReport
-from engines.train.train_loop import RankStepStats, collect_stats
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.device import use_threads
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
+from mpi4dl_nb.engines.program.instructions import AllReduce, SumGradients
+from mpi4dl_nb.engines.program.program import Step
+from mpi4dl_nb.engines.program.worker import Inputs
+from mpi4dl_nb.engines.spatial.tiles import Plane, Tile
+from mpi4dl_nb.engines.train.step_report import StepReport
+from mpi4dl_nb.engines.train.train_loop import RankStepStats, collect_stats
+from mpi4dl_nb.engines.train.training import RankTraining
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,30 +16,30 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import choose_autocast_type
-from engines.comm.world import World
-from engines.errors import ImageError, TraceError
-from engines.graph.default_type import use_default_type_of
-from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
-from engines.graph.output_meaning import find_output_meaning
-from engines.graph.trace import StateNames, trace
-from engines.graph.trace_cache import Loss
-from engines.graph.whole_loss import ImageWeights, compute_mean_loss
-from engines.images.dataset import LabelledImages, find_ignored_label
-from engines.images.loader import describe_read_error
-from engines.images.shard_reader import ReadRequest, ShardReader
-from engines.inference.rank_predictor import (
+from mpi4dl_nb.engines.comm.device import choose_autocast_type
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import ImageError, TraceError
+from mpi4dl_nb.engines.graph.default_type import use_default_type_of
+from mpi4dl_nb.engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
+from mpi4dl_nb.engines.graph.output_meaning import find_output_meaning
+from mpi4dl_nb.engines.graph.trace import StateNames, trace
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.graph.whole_loss import ImageWeights, compute_mean_loss
+from mpi4dl_nb.engines.images.dataset import LabelledImages, find_ignored_label
+from mpi4dl_nb.engines.images.loader import describe_read_error
+from mpi4dl_nb.engines.images.shard_reader import ReadRequest, ShardReader
+from mpi4dl_nb.engines.inference.rank_predictor import (
     Prediction,
     RankPredictor,
     find_mixed_images,
     join_predictions,
     prepare_prediction,
 )
-from engines.program.compile import compile_plan
-from engines.program.program import Program
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
-from engines.train.training_events import Counts, Scores, count_predictions
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.training_events import Counts, Scores, count_predictions
 
 State = Mapping[str, Tensor]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.errors import Mpi4dlError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`mpiexec` forwards only the last one to the ranks. On the other two it terminates the ranks at once."""

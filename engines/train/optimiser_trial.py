@@ -15,12 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.errors import PlanError
-from engines.formatting import format_names
-from engines.graph.model_graph import ModelGraph, to_user_name
-from engines.graph.traceability import has_hooks
-from engines.program.update import Scheduler
-from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, to_user_name
+from mpi4dl_nb.engines.graph.traceability import has_hooks
+from mpi4dl_nb.engines.program.update import Scheduler
+from mpi4dl_nb.engines.train.optimisers import (
+    Optimiser,
+    ParameterSpec,
+    collect_parameter_specs,
+    make_on_rank,
+    make_optimiser,
+)
 
 _STEPS = 3
 _OF_EACH_GROUP = 2  # weights per rank and group with which steps are tried: a norm over two differs from that of one

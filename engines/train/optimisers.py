@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.errors import PlanError, TraceError
-from engines.formatting import format_names
-from engines.graph.model_graph import to_user_name
-from engines.graph.owners import iterate_owners
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.formatting import format_names
+from mpi4dl_nb.engines.graph.model_graph import to_user_name
+from mpi4dl_nb.engines.graph.owners import iterate_owners
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]
 """Makes the optimiser of parameters, or of (name, parameter) pairs if its first argument is called NAMED."""

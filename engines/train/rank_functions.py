@@ -10,33 +10,33 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.comm.device import choose_device, has_own_memory
-from engines.comm.rank_server import RankServer, allow_during_step
-from engines.comm.streams import wait_for_device
-from engines.errors import LostTrainingError, PlanError
-from engines.graph.default_type import use_default_type_of
-from engines.graph.labels import NonFiniteCause
-from engines.graph.model_graph import TensorSpec
-from engines.images.dataset import LabelledImages
-from engines.images.loader import LoaderOptions, NotReady
-from engines.inference.rank_predictor import RankPredictor
-from engines.inference.tile_stitcher import MakeSink
-from engines.inference.tiled_predictor import PredictionRequest, TiledPredictor
-from engines.predict.calibrate import Calibration
-from engines.predict.calibrate import measure_load as measure_foreign_load
-from engines.predict.calibration_runs import CalibrationRecipes
-from engines.predict.kernel_effects import LiveBytes
-from engines.predict.machine import Machine
-from engines.program.worker import Inputs
-from engines.train import checkpoint_load, checkpoint_save
-from engines.train.debug_step import RankStepper, StepState
-from engines.train.evaluation import RankEvaluation
-from engines.train.oracle import TrainingRecord
-from engines.train.recipe import Recipe
-from engines.train.step_report import StepReport
-from engines.train.train_loop import RankStepStats, RankTrainLoop, run_step
-from engines.train.training import RankTraining
-from engines.train.verify import record_rank_run
+from mpi4dl_nb.engines.comm.device import choose_device, has_own_memory
+from mpi4dl_nb.engines.comm.rank_server import RankServer, allow_during_step
+from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.errors import LostTrainingError, PlanError
+from mpi4dl_nb.engines.graph.default_type import use_default_type_of
+from mpi4dl_nb.engines.graph.labels import NonFiniteCause
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.images.dataset import LabelledImages
+from mpi4dl_nb.engines.images.loader import LoaderOptions, NotReady
+from mpi4dl_nb.engines.inference.rank_predictor import RankPredictor
+from mpi4dl_nb.engines.inference.tile_stitcher import MakeSink
+from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPredictor
+from mpi4dl_nb.engines.predict.calibrate import Calibration
+from mpi4dl_nb.engines.predict.calibrate import measure_load as measure_foreign_load
+from mpi4dl_nb.engines.predict.calibration_runs import CalibrationRecipes
+from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.program.worker import Inputs
+from mpi4dl_nb.engines.train import checkpoint_load, checkpoint_save
+from mpi4dl_nb.engines.train.debug_step import RankStepper, StepState
+from mpi4dl_nb.engines.train.evaluation import RankEvaluation
+from mpi4dl_nb.engines.train.oracle import TrainingRecord
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.step_report import StepReport
+from mpi4dl_nb.engines.train.train_loop import RankStepStats, RankTrainLoop, run_step
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import record_rank_run
 
 # Each function takes the rank's own RankServer first, which holds trainings, train loops and predictions by the names
 # that the notebook gave them. `steps` is the notebook's count of updates: a rank that has done more or fewer refuses.

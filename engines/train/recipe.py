@@ -11,24 +11,36 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import choose_autocast_type
-from engines.errors import PlanError, TraceError
-from engines.formatting import FactTable, format_names
-from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
-from engines.graph.outputs import warn_of_left_out
-from engines.graph.owners import iterate_owners
-from engines.graph.trace import StateNames, collect_state_names
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.graph.whole_loss import warn_of_mean
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.program import Program
-from engines.program.segment_compiler import check_compiler
-from engines.program.update import SCALE, Scheduler, UpdateRules
-from engines.spatial.operator_table import UserOps
-from engines.spatial.rng import has_random_ops
-from engines.train.optimiser_trial import check_flags, check_groups, check_on_ranks, check_scheduler, find_frozen
-from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
+from mpi4dl_nb.engines.comm.device import choose_autocast_type
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.formatting import FactTable, format_names
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
+from mpi4dl_nb.engines.graph.outputs import warn_of_left_out
+from mpi4dl_nb.engines.graph.owners import iterate_owners
+from mpi4dl_nb.engines.graph.trace import StateNames, collect_state_names
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.graph.whole_loss import warn_of_mean
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.segment_compiler import check_compiler
+from mpi4dl_nb.engines.program.update import SCALE, Scheduler, UpdateRules
+from mpi4dl_nb.engines.spatial.operator_table import UserOps
+from mpi4dl_nb.engines.spatial.rng import has_random_ops
+from mpi4dl_nb.engines.train.optimiser_trial import (
+    check_flags,
+    check_groups,
+    check_on_ranks,
+    check_scheduler,
+    find_frozen,
+)
+from mpi4dl_nb.engines.train.optimisers import (
+    Optimiser,
+    ParameterSpec,
+    collect_parameter_specs,
+    make_on_rank,
+    make_optimiser,
+)
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.all_reduce import all_reduce
-from engines.comm.device import choose_device, compute_threads_per_rank, count_local_ranks
-from engines.comm.world import Message, SubGroup, World
-from engines.program.message_buffers import SendQueue
-from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.device import choose_device, compute_threads_per_rank, count_local_ranks
+from mpi4dl_nb.engines.comm.world import Message, SubGroup, World
+from mpi4dl_nb.engines.program.message_buffers import SendQueue
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 
 Feed = Callable[[int], Mapping[str, Tensor]]
 """Returns the whole inputs of one replica's step for a batch number (0, 1, ...), the same on every rank."""

@@ -18,14 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.world import Message, Pending, World
-from engines.program.compile import compile_plan
-from engines.program.message_buffers import SendQueue
-from engines.program.update import OptimiserStep
-from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, VersionTracker
-from engines.train.optimisers import make_on_rank
-from engines.train.recipe import Recipe
-from engines.train.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like, with_gradients_only
+from mpi4dl_nb.engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.message_buffers import SendQueue
+from mpi4dl_nb.engines.program.update import OptimiserStep
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, VersionTracker
+from mpi4dl_nb.engines.train.optimisers import make_on_rank
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.replica import (
+    BODY,
+    HEADER,
+    Feed,
+    Replica,
+    flatten_tensors,
+    unflatten_like,
+    with_gradients_only,
+)
 
 _NAP_S = 2e-4
 _NO_MORE = -1

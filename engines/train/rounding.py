@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from engines.graph.model_graph import ModelGraph
-from engines.train.oracle import ReferenceTraining, TrainingRecord
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, TrainingRecord
 
 DOUBLE = torch.finfo(torch.float64).eps
 """Machine epsilon of float64."""

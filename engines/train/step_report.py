@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.formatting import FactTable, format_bytes
-from engines.program.timeline import Timeline, TimelineEvent
+from mpi4dl_nb.engines.formatting import FactTable, format_bytes
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 
 
 @dataclass(frozen=True, slots=True, repr=False)

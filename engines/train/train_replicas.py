@@ -9,17 +9,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engines.comm.world import World
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import ModelGraph, to_user_name
-from engines.graph.trace_cache import Loss
-from engines.graph.whole_loss import with_whole_loss
-from engines.plan import Plan
-from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, ReplicaStudy
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import Recipe
-from engines.train.replica import Feed, PeerReplica, Replica, add_half_difference, flatten_tensors, with_gradients_only
-from engines.train.replica_server import ParameterClient, ParameterServer, ParameterStore
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, to_user_name
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.graph.whole_loss import with_whole_loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, ReplicaStudy
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.replica import (
+    Feed,
+    PeerReplica,
+    Replica,
+    add_half_difference,
+    flatten_tensors,
+    with_gradients_only,
+)
+from mpi4dl_nb.engines.train.replica_server import ParameterClient, ParameterServer, ParameterStore
 
 # Synchronous replicas, which wait for each other at every update: the baseline of the asynchronous modes.
 
@@ -109,7 +116,8 @@ def replay(study: ReplicaStudy, model: nn.Module, loss: Loss, recipe: Recipe, fe
     seeds = [None if recipe.draws is None else recipe.seed + n for n in range(study.asynchrony.replicas)]
     if study.mode == "synchronous":
         raise PlanError(
-            "A synchronous study needs no replay: train in one process (engines.train.oracle.train_reference)."
+            "A synchronous study needs no replay: train in one process, with "
+            "mpi4dl_nb.engines.train.oracle.train_reference."
         )
     variant = with_gradients_only(recipe) if study.mode == "server" else recipe
     replicas = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import (
+from mpi4dl_nb.engines.comm.device import (
     choose_device,
     choose_memory_format,
     choose_thread_count,
@@ -21,26 +21,26 @@ from engines.comm.device import (
     place_inputs,
     use_threads,
 )
-from engines.comm.world import World
-from engines.errors import LossError, PlanError
-from engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
-from engines.graph.labels import format_causes as describe_causes
-from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.program.compile import Compiler
-from engines.program.effects import Phase
-from engines.program.instructions import FiniteCheckAllReduce, SumGradients, Update
-from engines.program.micro_batch import MicroBatchState
-from engines.program.offloader import Offloader, OffloadingMicroBatch, OffloadStore
-from engines.program.program import Program
-from engines.program.segment import Segment
-from engines.program.segment_compiler import SegmentCompiler
-from engines.program.shared_state import SharedState
-from engines.program.steps import describe_steps
-from engines.program.timeline import identify_clock
-from engines.program.update import UpdateRules
-from engines.program.worker import Inputs, Worker
-from engines.train.recipe import Recipe, count_step_images, split_micro_batches
-from engines.train.step_report import StepReport
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import LossError, PlanError
+from mpi4dl_nb.engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
+from mpi4dl_nb.engines.graph.labels import format_causes as describe_causes
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import FiniteCheckAllReduce, SumGradients, Update
+from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
+from mpi4dl_nb.engines.program.offloader import Offloader, OffloadingMicroBatch, OffloadStore
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.segment import Segment
+from mpi4dl_nb.engines.program.segment_compiler import SegmentCompiler
+from mpi4dl_nb.engines.program.shared_state import SharedState
+from mpi4dl_nb.engines.program.steps import describe_steps
+from mpi4dl_nb.engines.program.timeline import identify_clock
+from mpi4dl_nb.engines.program.update import UpdateRules
+from mpi4dl_nb.engines.program.worker import Inputs, Worker
+from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, split_micro_batches
+from mpi4dl_nb.engines.train.step_report import StepReport
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RankTraining:
         )
 
     def add_size(self, recipe: Recipe) -> None:
-        """Prepare for steps of fewer images, with a recipe from `engines.train.train_loop.make_smaller_recipe`.
+        """Prepare for steps of fewer images, with a recipe from `train_loop.make_smaller_recipe`.
 
         All step sizes share the weights, optimiser and buffers. Raises PlanError if the rank would hold different
         weights.

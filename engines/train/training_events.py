@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.errors import PlanError, make_path
-from engines.formatting import FactTable, format_number, format_percent, format_seconds
-from engines.graph.output_meaning import OutputMeaning, compute_classes
-from engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.errors import PlanError, make_path
+from mpi4dl_nb.engines.formatting import FactTable, format_number, format_percent, format_seconds
+from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning, compute_classes
+from mpi4dl_nb.engines.images.regular_file import read_bounded
 
 # The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up.
 

@@ -37,7 +37,7 @@ class BenchmarkStudy:
 
 
 # The commands are written as on a command line, and split at spaces: JSON among the flags must have none.
-_CHAIN = "--model engines.models:chain"
+_CHAIN = "--model mpi4dl_nb.engines.models:chain"
 _MONAI_ARGS = {"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10}
 _SPEED = {
     "images_per_s": "images/s",

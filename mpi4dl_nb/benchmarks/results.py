@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import torch
 
-from engines.comm.device import count_cores
-from engines.errors import PlanError, RankError
-from engines.formatting import format_bytes, format_number
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
+from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.launch.mpi_library import make_engine_command, make_mpi_environment
 
 # From the line that a command prints to a cell of the page:

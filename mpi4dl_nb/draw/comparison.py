@@ -14,16 +14,16 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from torch import Tensor, nn
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes, format_number, format_percent, format_seconds
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.program import Traffic, count_traffic
-from engines.train.asynchrony import ReplicaStudy
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.draw.timeline import LOOKS
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent, format_seconds
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import Traffic, count_traffic
+from mpi4dl_nb.engines.train.asynchrony import ReplicaStudy
 
 if TYPE_CHECKING:
     from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
@@ -122,7 +122,7 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
 
     `studies` are of different modes on the same task. Raises PlanError if there is none, or if two have the same mode.
 
-    >>> from engines.bench.asynchronous import bench_asynchronous, expand_modes
+    >>> from mpi4dl_nb.engines.bench.asynchronous import bench_asynchronous, expand_modes
     >>> from mpi4dl_nb import Cluster, show_asynchrony
     >>> asked = expand_modes("server", replicas=2, steps=4, slow={})
     >>> with Cluster(3, backend="loopback") as cluster:

@@ -8,16 +8,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from torch import nn
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes
-from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.plan import Plan
-from engines.predict.explain import describe_plan
-from engines.predict.machine import Machine
-from engines.predict.machines import resolve_machine
-from engines.predict.rank_memory import PeakMemory, PlanMemory, predict_plan_memory
-from engines.program.effects import Phase
 from mpi4dl_nb.draw.figure import (
     BLUE,
     CASING,
@@ -30,6 +20,16 @@ from mpi4dl_nb.draw.figure import (
     format_count,
     format_ranks,
 )
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import describe_plan
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import resolve_machine
+from mpi4dl_nb.engines.predict.rank_memory import PeakMemory, PlanMemory, predict_plan_memory
+from mpi4dl_nb.engines.program.effects import Phase
 
 LOOKS = {
     "weights": BarStyle("weights and buffers", "#56b4e9", ""),

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engines.images.picture import crop_picture
-from engines.images.picture_reader import Picture, Pixels, make_thumbnail
-from engines.spatial.tiles import Grid, Span, Tile
 from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.engines.images.picture import crop_picture
+from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels, make_thumbnail
+from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
 
 WHOLE_PX, REGION_PX = 1200, 800  # longer side as read; more than a screen shows
 EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
@@ -72,7 +72,7 @@ def count_levels(picture: Picture) -> int:
     """Return the number of levels, each half as large as the one before, until all of the picture is one tile.
 
     >>> import numpy as np
-    >>> from engines.images.picture import open_image
+    >>> from mpi4dl_nb.engines.images.picture import open_image
     >>> count_levels(open_image(np.zeros((600, 1000, 3), np.uint8)))
     3
     """
@@ -104,7 +104,7 @@ def encode_pyramid(picture: Picture, most_bytes: int) -> dict[tuple[int, int, in
     """Return the tiles of as many whole levels as fit into `most_bytes`, the coarsest first, by (level, row, column).
 
     >>> import numpy as np
-    >>> from engines.images.picture import open_image
+    >>> from mpi4dl_nb.engines.images.picture import open_image
     >>> picture = open_image(np.zeros((600, 1000, 3), np.uint8))
     >>> [sorted({level for level, _, _ in encode_pyramid(picture, most)}) for most in (100, 3000, 200_000)]
     [[], [2], [0, 1, 2]]
@@ -144,7 +144,7 @@ def are_tiles(places: object, picture: Picture) -> bool:
     """Return whether these are tiles of the picture's pyramid: [level, row, column] each.
 
     >>> import numpy as np
-    >>> from engines.images.picture import open_image
+    >>> from mpi4dl_nb.engines.images.picture import open_image
     >>> picture = open_image(np.zeros((600, 1000, 3), np.uint8))
     >>> are_tiles([[0, 2, 3], [2, 0, 0]], picture), are_tiles([[0, 3, 0]], picture), are_tiles([[9, 0, 0]], picture)
     (True, False, False)

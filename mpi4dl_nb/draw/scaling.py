@@ -9,12 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes, format_number, format_percent
-from engines.predict.explain import Verdict, describe_plan
-from engines.predict.sizes import Limit
-from engines.predict.studies import Capabilities, Scaling
-from engines.program.timeline import SHARES
 from mpi4dl_nb.draw.figure import (
     BLUE,
     INK,
@@ -27,6 +21,12 @@ from mpi4dl_nb.draw.figure import (
     write_first_fit,
     write_row_ends,
 )
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent
+from mpi4dl_nb.engines.predict.explain import Verdict, describe_plan
+from mpi4dl_nb.engines.predict.sizes import Limit
+from mpi4dl_nb.engines.predict.studies import Capabilities, Scaling
+from mpi4dl_nb.engines.program.timeline import SHARES
 
 LOOKS = {
     "compute": BarStyle("compute", "#56b4e9", ""),

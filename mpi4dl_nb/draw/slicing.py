@@ -14,16 +14,6 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from torch import nn
 
-from engines.errors import PlanError
-from engines.formatting import describe_unknown, format_bytes, format_microns
-from engines.graph.model_graph import ModelGraph
-from engines.images.picture import Source, open_image
-from engines.images.picture_reader import Picture
-from engines.plan import Plan
-from engines.program.receptive import ReceptiveField
-from engines.spatial.layout import StageRanks
-from engines.spatial.tiles import Tile
-from engines.train.recipe import Recipe
 from mpi4dl_nb.draw.figure import INK, Drawing, format_count, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
@@ -63,6 +53,16 @@ from mpi4dl_nb.draw.tilemap import (
     mark_zoom,
     tint_halo,
 )
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes, format_microns
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.images.picture import Source, open_image
+from mpi4dl_nb.engines.images.picture_reader import Picture
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.receptive import ReceptiveField
+from mpi4dl_nb.engines.spatial.layout import StageRanks
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.recipe import Recipe
 
 READINGS = ("layer", "picture")
 UP_TO_PX = 12  # across a view whose values are written; three numbers would be illegible in smaller cells
@@ -282,8 +282,8 @@ def show_slicing(
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.images.sample_data import immunohistochemistry
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, show_slicing
     >>> figure = show_slicing(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), tile=0)
     """

@@ -13,9 +13,6 @@ import matplotlib as mpl
 import numpy as np
 from torch import Tensor
 
-from engines.formatting import format_bytes
-from engines.program.exchange_runner import ReceivedMessage
-from engines.spatial.layout import Layout
 from mpi4dl_nb.draw.figure import format_ranks
 from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.stepper import (
@@ -33,6 +30,9 @@ from mpi4dl_nb.draw.stepper import (
     name_strips,
 )
 from mpi4dl_nb.draw.timeline import SLOTS
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
+from mpi4dl_nb.engines.spatial.layout import Layout
 from mpi4dl_nb.training.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:

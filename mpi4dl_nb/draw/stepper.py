@@ -15,14 +15,14 @@ from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes
-from engines.program.schedule import Schedule
-from engines.program.steps import StepLabel
-from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
 from mpi4dl_nb.draw.tilemap import NOT_OWN, PADDING
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.program.schedule import Schedule
+from mpi4dl_nb.engines.program.steps import StepLabel
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def show_step(
     Raises PlanError if the step was abandoned, or if one of the numbers is below zero.
 
     >>> import torch
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, Plan, Training, show_step
     >>> with Cluster(4, backend="loopback") as cluster:
     ...     plan = Plan(split_size=1, slice_method="2x2")

@@ -10,12 +10,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program.make_schedule import compute_plan_bubble
-from engines.program.schedule import ActionKind, PipelineAction, Schedule
-from engines.program.timeline import WORK, Timeline, TimelineEvent
-from engines.spatial.layout import Layout
 from mpi4dl_nb.draw.figure import (
     CASING,
     INK,
@@ -28,6 +22,12 @@ from mpi4dl_nb.draw.figure import (
     get_row_layout,
     write_first_fit,
 )
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.make_schedule import compute_plan_bubble
+from mpi4dl_nb.engines.program.schedule import ActionKind, PipelineAction, Schedule
+from mpi4dl_nb.engines.program.timeline import WORK, Timeline, TimelineEvent
+from mpi4dl_nb.engines.spatial.layout import Layout
 
 # Labels in the bars of a timeline, where there is room for them.
 
@@ -108,7 +108,7 @@ def show_timeline(
     without computation and that of the formula. A bar is labelled with its pass and micro-batch (F0, B0, W0) where
     there is room. Raises PlanError if a timeline is empty or has other ranks than the plan, or if the span is invalid.
 
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, forecast, show_timeline
     >>> plan = Plan(split_size=2, num_spatial_parts=4)
     >>> figure = show_timeline(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit").timeline, plan)
@@ -251,8 +251,8 @@ def show_schedule(schedule: Schedule) -> Drawing:
     labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
     Raises PlanError if there is no work.
 
-    >>> from engines.program.make_schedule import make_schedule
-    >>> from engines.program.schedule import Batch
+    >>> from mpi4dl_nb.engines.program.make_schedule import make_schedule
+    >>> from mpi4dl_nb.engines.program.schedule import Batch
     >>> from mpi4dl_nb import show_schedule
     >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
     >>> figure = show_schedule(made)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.plan import Plan
-from engines.program.timeline import WORK, Timeline, TimeShares, compute_time_shares
 from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
 from mpi4dl_nb.draw.timeline import (
@@ -22,6 +20,8 @@ from mpi4dl_nb.draw.timeline import (
     get_style,
     make_row_labels,
 )
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.timeline import WORK, Timeline, TimeShares, compute_time_shares
 
 Names = dict[str, int]
 """Each name's place in a list of names."""

@@ -7,13 +7,13 @@ from html import escape
 
 from matplotlib.axes import Axes
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes, format_number
-from engines.predict.explain import describe_plan, format_grids, format_rate
-from engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
 from mpi4dl_nb.draw.memory import make_limit_look
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes, format_number
+from mpi4dl_nb.engines.predict.explain import describe_plan, format_grids, format_rate
+from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.plan_benchmark import Candidate, sort_candidates
 
 PREDICTED = BarStyle("predicted", "#56b4e9", "")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engines.formatting import format_bytes, format_number, format_percent, format_seconds
-from engines.predict.explain import KINDS, WORDS, classify_plan, describe_plan
-from engines.predict.forecast import Forecast, compute_throughput
-from engines.program.timeline import compute_time_shares
+from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent, format_seconds
+from mpi4dl_nb.engines.predict.explain import KINDS, WORDS, classify_plan, describe_plan
+from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
+from mpi4dl_nb.engines.program.timeline import compute_time_shares
 from mpi4dl_nb.plan_benchmark import Candidate
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import ipyparallel
 
-from engines.comm import rank_server
-from engines.comm.notebook_imports import NotebookImports
+from mpi4dl_nb.engines.comm import rank_server
+from mpi4dl_nb.engines.comm.notebook_imports import NotebookImports
 
 PART_BYTES = 4 << 20
 _MOST_PARTS = 400  # of a call's arguments: ZeroMQ drops messages of a queue of more than 1,000

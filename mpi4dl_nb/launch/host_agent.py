@@ -46,10 +46,10 @@ def collect_facts(order: dict) -> dict:
 def collect_versions(mpiexec: str) -> dict:
     """Return the versions that must be alike on all hosts; our own code is identified by a hash."""
     versions = {"Python": sys.version.split()[0], "code of mpi4dl_nb": None, "MPI": None}
-    spec = importlib.util.find_spec("engines")
+    spec = importlib.util.find_spec("mpi4dl_nb")
     if spec is not None and spec.origin:
         # The version number stays the same while someone works on the code; ranks of two states of it could hang.
-        home, code = Path(spec.origin).parent, hashlib.sha256()
+        home, code = Path(spec.origin).parent / "engines", hashlib.sha256()
         for file in sorted(home.rglob("*.py")):
             code.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
         versions["code of mpi4dl_nb"] = code.hexdigest()[:12]

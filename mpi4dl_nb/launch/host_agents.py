@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from engines.errors import RankError
+from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import host_agent
 
 SILENT_S = 4.0  # a host that is silent for longer is lost

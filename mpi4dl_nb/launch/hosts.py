@@ -14,8 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from engines.errors import PlanError, RankError
-from engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.images.regular_file import read_bounded
 
 # A name, or a user and a name. Neither begins with a dash, which ssh, srun and mpiexec would take for a flag. Nor is
 # there a blank, a comma, a quote, a dollar sign or a NUL.

@@ -10,15 +10,15 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from engines.comm import rank_server
-from engines.comm.device import count_cores, share_process
-from engines.comm.loopback import make_loopback_worlds
-from engines.comm.notebook_imports import pack
-from engines.comm.output import LineBuffer, OutputLine, redirect_streams
-from engines.comm.status_board import get_status_board
-from engines.comm.world import World
-from engines.errors import ReleasedError
-from engines.program.rank_scheduler import RankScheduler
+from mpi4dl_nb.engines.comm import rank_server
+from mpi4dl_nb.engines.comm.device import count_cores, share_process
+from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
+from mpi4dl_nb.engines.comm.notebook_imports import pack
+from mpi4dl_nb.engines.comm.output import LineBuffer, OutputLine, redirect_streams
+from mpi4dl_nb.engines.comm.status_board import get_status_board
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import ReleasedError
+from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
 from mpi4dl_nb.remote_call import Ranks
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engines.comm.device import compute_threads_per_rank, get_memory_bytes
-from engines.comm.start import make_command, make_home_variables
-from engines.errors import RankError
-from engines.formatting import format_bytes
+from mpi4dl_nb.engines.comm.device import compute_threads_per_rank, get_memory_bytes
+from mpi4dl_nb.engines.comm.start import make_command, make_home_variables
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.formatting import format_bytes
 
 # What MPI processes need to start: a launcher program and an environment.
 
@@ -171,13 +171,13 @@ def _get_last_line(output: str) -> str:
 
 
 def make_engine_command(n: int, *arguments: str) -> list[str]:
-    """Return `mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, unaffected by file names in the working folder.
+    """Return `mpiexec -n N python -m mpi4py -m mpi4dl_nb.engines ARGUMENTS`.
 
-    Raises RankError if there is no suitable MPI.
+    File names in the working folder do not affect it. Raises RankError if there is no suitable MPI.
     """
     program = find_mpiexec()
     flags = find_mpi_library(program).flags
-    return [program, *flags, "-n", str(n), *make_command("mpi4py", "-m", "engines", *arguments)]
+    return [program, *flags, "-n", str(n), *make_command("mpi4py", "-m", "mpi4dl_nb.engines", *arguments)]
 
 
 # Choose a backend that the machine can support: one MPI process per rank, or threads of the notebook's kernel.

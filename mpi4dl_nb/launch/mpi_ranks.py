@@ -18,9 +18,9 @@ import ipyparallel
 import psutil
 from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLauncher
 
-from engines.comm import rank_server, start, supervisor
-from engines.comm.output import OutputLine
-from engines.errors import RankError
+from mpi4dl_nb.engines.comm import rank_server, start, supervisor
+from mpi4dl_nb.engines.comm.output import OutputLine
+from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch.call_parts import call_in_parts
 from mpi4dl_nb.launch.closed_ports import close_ports
 from mpi4dl_nb.launch.cluster_processes import ClusterProcesses

@@ -16,8 +16,8 @@ from typing import Any
 
 from jupyter_client.localinterfaces import local_ips
 
-from engines.comm.start import MPI_HOME, USER_HOME, add_variables, enter_folder
-from engines.errors import PlanError
+from mpi4dl_nb.engines.comm.start import MPI_HOME, USER_HOME, add_variables, enter_folder
+from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.launch.host_agent import find_network, find_own_address
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import HostRanks, Hosts

@@ -17,8 +17,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from engines.comm.output import OutputLine, RateLimiter
-from engines.comm.rank_server import SPOKEN
+from mpi4dl_nb.engines.comm.output import OutputLine, RateLimiter
+from mpi4dl_nb.engines.comm.rank_server import SPOKEN
 
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16

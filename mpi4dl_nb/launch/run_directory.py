@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from engines.errors import RankError
-from engines.formatting import format_bytes
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.launch import host_agent
 from mpi4dl_nb.launch.reaper_process import MARK, end_cluster, get_start_time, remove_paths
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from engines.comm.device import count_cores
-from engines.errors import RankError, is_deleted
+from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.errors import RankError, is_deleted
 from mpi4dl_nb.status_line import StatusLine
 
 _IDLE_S = 45.0  # limit without a new rank and without work for it; scaled by the load per core

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-from engines.comm.status_board import RankStatus
-from engines.comm.supervisor import MARK
+from mpi4dl_nb.engines.comm.status_board import RankStatus
+from mpi4dl_nb.engines.comm.supervisor import MARK
 
 _STOPPED = "it was stopped by a signal"
 _SILENT_S = 3.0  # supervisors report every second

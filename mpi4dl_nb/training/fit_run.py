@@ -16,14 +16,14 @@ from typing import Protocol
 
 from tqdm.auto import tqdm
 
-from engines.errors import PlanError, RankError, make_absolute
-from engines.formatting import FactTable, format_names, format_number
-from engines.train.checkpoint_files import check_writable
-from engines.train.checkpoint_owner import describe_others
-from engines.train.checkpoint_save import CheckpointManager
-from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
-from engines.train.train_loop import run
-from engines.train.training_events import EpochLog, EpochResult, Recovered, StepResult, TrainingEvent
+from mpi4dl_nb.engines.errors import PlanError, RankError, make_absolute
+from mpi4dl_nb.engines.formatting import FactTable, format_names, format_number
+from mpi4dl_nb.engines.train.checkpoint_files import check_writable
+from mpi4dl_nb.engines.train.checkpoint_owner import describe_others
+from mpi4dl_nb.engines.train.checkpoint_save import CheckpointManager
+from mpi4dl_nb.engines.train.interrupts import SIGNALS, Interrupts, StoppedError
+from mpi4dl_nb.engines.train.train_loop import run
+from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, Recovered, StepResult, TrainingEvent
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training_handle import TrainingHandle

@@ -10,13 +10,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from engines.errors import ImageError, RankError
-from engines.images.dataset import LabelledImages, check_classes
-from engines.images.loader import LoaderOptions, NotReady
-from engines.train import rank_functions
-from engines.train.recipe import count_step_images
-from engines.train.train_loop import count_left_over, merge_stats
-from engines.train.training_events import Scores, StepResult
+from mpi4dl_nb.engines.errors import ImageError, RankError
+from mpi4dl_nb.engines.images.dataset import LabelledImages, check_classes
+from mpi4dl_nb.engines.images.loader import LoaderOptions, NotReady
+from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.train.recipe import count_step_images
+from mpi4dl_nb.engines.train.train_loop import count_left_over, merge_stats
+from mpi4dl_nb.engines.train.training_events import Scores, StepResult
 from mpi4dl_nb.training.batches import Batch, CachedBatches, count_images, find_batch_sizes, get_length
 from mpi4dl_nb.training.training_handle import TrainingHandle
 

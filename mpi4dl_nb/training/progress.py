@@ -10,11 +10,11 @@ from threading import Lock
 
 from tqdm.auto import tqdm
 
-from engines.comm.device import count_cores
-from engines.formatting import format_number
-from engines.plan import Plan
-from engines.train.step_report import StepReport
-from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
+from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.formatting import format_number
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.step_report import StepReport
+from mpi4dl_nb.engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.training_handle import TrainingHandle
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engines.errors import CheckpointError, DamagedError, PlanError, RankError
-from engines.formatting import format_seconds
-from engines.graph.stages import Layer, cut_stages, find_layers
-from engines.plan import OPTIONS, Plan
-from engines.predict.search import generate_plans, search
-from engines.train.checkpoint_owner import check_outline, read_outline
-from engines.train.optimiser_trial import count_states
-from engines.train.train_loop import compute_smallest_step
-from engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster import HELP
+from mpi4dl_nb.engines.errors import CheckpointError, DamagedError, PlanError, RankError
+from mpi4dl_nb.engines.formatting import format_seconds
+from mpi4dl_nb.engines.graph.stages import Layer, cut_stages, find_layers
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
+from mpi4dl_nb.engines.predict.search import generate_plans, search
+from mpi4dl_nb.engines.train.checkpoint_owner import check_outline, read_outline
+from mpi4dl_nb.engines.train.optimiser_trial import count_states
+from mpi4dl_nb.engines.train.train_loop import compute_smallest_step
+from mpi4dl_nb.engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.training_handle import TrainingHandle
 

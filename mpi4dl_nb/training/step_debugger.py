@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.errors import PlanError, RankError
-from engines.formatting import FactTable, describe_unknown
-from engines.program.compile import Compiler
-from engines.program.schedule import Schedule
-from engines.program.shards import ShardIndex
-from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
-from engines.spatial.layout import Layout
-from engines.train import rank_functions
-from engines.train.debug_step import StepState
-from engines.train.train_loop import merge_stats
-from engines.train.training import cut_inputs
+from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.formatting import FactTable, describe_unknown
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.schedule import Schedule
+from mpi4dl_nb.engines.program.shards import ShardIndex
+from mpi4dl_nb.engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
+from mpi4dl_nb.engines.spatial.layout import Layout
+from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.train.debug_step import StepState
+from mpi4dl_nb.engines.train.train_loop import merge_stats
+from mpi4dl_nb.engines.train.training import cut_inputs
 from mpi4dl_nb.training.step_events import (
     BOUND_PX,
     RankEvent,

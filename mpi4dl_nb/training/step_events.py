@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.errors import PlanError
-from engines.formatting import FactTable, describe_unknown, format_bytes
-from engines.program.compile import Compiler
-from engines.program.effects import Phase
-from engines.program.exchange_runner import ReceivedMessage
-from engines.program.schedule import PipelineAction, Schedule, Slot
-from engines.program.shards import Shard, ShardIndex, assemble_shards
-from engines.program.steps import StepCounts, StepLabel
-from engines.spatial.tiles import Move, Plane
-from engines.train.debug_step import SumResult, ViewRequest, ViewResult
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
+from mpi4dl_nb.engines.program.schedule import PipelineAction, Schedule, Slot
+from mpi4dl_nb.engines.program.shards import Shard, ShardIndex, assemble_shards
+from mpi4dl_nb.engines.program.steps import StepCounts, StepLabel
+from mpi4dl_nb.engines.spatial.tiles import Move, Plane
+from mpi4dl_nb.engines.train.debug_step import SumResult, ViewRequest, ViewResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RankEvent(FactTable):
     """Position of one rank: what it `did` last, what is `next`, and the ranks that it waits for before.
 
     `moved`: the rank executed an instruction. `time` is its position in the schedule, in the schedule's units. Bytes
-    are those of `engines.train.debug_step.StepState`.
+    are those of `mpi4dl_nb.engines.train.debug_step.StepState`.
     """
 
     rank: int

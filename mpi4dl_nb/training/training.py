@@ -17,27 +17,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
-from engines.formatting import describe_unknown
-from engines.graph.default_type import use_default_type
-from engines.graph.model_graph import ModelGraph
-from engines.images.dataset import LabelledImages
-from engines.images.loader import LoaderOptions
-from engines.inference.tiled_predictor import TiledPrediction
-from engines.plan import Plan
-from engines.predict.forecast import Forecast, forecast
-from engines.program.compile import compile_plan
-from engines.program.steps import label_steps
-from engines.program.timeline import Timeline
-from engines.train import rank_functions
-from engines.train.checkpoint_save import KEEP
-from engines.train.optimiser_trial import count_states
-from engines.train.step_report import build_timeline
-from engines.train.training import (
+from mpi4dl_nb.calibrate_cluster import warn_of_gpus
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.memory import show_memory
+from mpi4dl_nb.draw.timeline import show_timeline
+from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
+from mpi4dl_nb.engines.formatting import describe_unknown
+from mpi4dl_nb.engines.graph.default_type import use_default_type
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.images.dataset import LabelledImages
+from mpi4dl_nb.engines.images.loader import LoaderOptions
+from mpi4dl_nb.engines.inference.tiled_predictor import TiledPrediction
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.steps import label_steps
+from mpi4dl_nb.engines.program.timeline import Timeline
+from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.train.checkpoint_save import KEEP
+from mpi4dl_nb.engines.train.optimiser_trial import count_states
+from mpi4dl_nb.engines.train.step_report import build_timeline
+from mpi4dl_nb.engines.train.training import (
     cut_inputs,
 )
-from engines.train.training_events import Scores
-from engines.train.verify import (
+from mpi4dl_nb.engines.train.training_events import Scores
+from mpi4dl_nb.engines.train.verify import (
     STEPS,
     VerifyResult,
     check_reference,
@@ -45,10 +49,6 @@ from engines.train.verify import (
     make_batches,
     with_small_loss_scale,
 )
-from mpi4dl_nb.calibrate_cluster import warn_of_gpus
-from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.draw.memory import show_memory
-from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
 from mpi4dl_nb.training.batches import (
     Batch,

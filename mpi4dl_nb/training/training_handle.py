@@ -13,28 +13,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engines.errors import LossError, LostTrainingError, RankError, make_absolute
-from engines.formatting import format_bytes, format_html_table
-from engines.graph.labels import format_causes
-from engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
-from engines.graph.model_state import ModelState
-from engines.graph.python_values import TracedValues
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.update import Scheduler
-from engines.spatial.layout import check_fits
-from engines.train import rank_functions
-from engines.train.checkpoint_load import open_checkpoint
-from engines.train.checkpoint_save import KEEP
-from engines.train.evaluation import collect_state_dict
-from engines.train.optimisers import Optimiser
-from engines.train.recipe import Recipe, count_step_images, prepare, sgd, warn_of_differences
-from engines.train.step_report import StepReport
-from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
-from engines.train.training import cut_inputs
 from mpi4dl_nb.cluster import Cluster, get_public_names
+from mpi4dl_nb.engines.errors import LossError, LostTrainingError, RankError, make_absolute
+from mpi4dl_nb.engines.formatting import format_bytes, format_html_table
+from mpi4dl_nb.engines.graph.labels import format_causes
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
+from mpi4dl_nb.engines.graph.model_state import ModelState
+from mpi4dl_nb.engines.graph.python_values import TracedValues
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.update import Scheduler
+from mpi4dl_nb.engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.train.checkpoint_load import open_checkpoint
+from mpi4dl_nb.engines.train.checkpoint_save import KEEP
+from mpi4dl_nb.engines.train.evaluation import collect_state_dict
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, prepare, sgd, warn_of_differences
+from mpi4dl_nb.engines.train.step_report import StepReport
+from mpi4dl_nb.engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
+from mpi4dl_nb.engines.train.training import cut_inputs
 from mpi4dl_nb.status_line import LATER_S, show_status
 from mpi4dl_nb.training.batches import check_order, prepare_batch
 

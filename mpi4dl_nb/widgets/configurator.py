@@ -12,17 +12,6 @@ from typing import Any
 import ipywidgets
 from torch import Tensor, nn
 
-from engines.cli.plan_options import GRID, describe_texts, find_plan_option
-from engines.errors import Mpi4dlError, PlanError, TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import Loss, TraceCache
-from engines.plan import Plan
-from engines.predict.forecast import Forecast
-from engines.predict.machine import Machine
-from engines.predict.machines import MACHINES, resolve_machine
-from engines.program.program import Program
-from engines.train.optimisers import Optimiser
-from engines.train.recipe import sgd
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing, format_count
@@ -35,6 +24,17 @@ from mpi4dl_nb.draw.plan_picture import (
     resize_shape,
 )
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
+from mpi4dl_nb.engines.cli.plan_options import GRID, describe_texts, find_plan_option
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import Forecast
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import MACHINES, resolve_machine
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
 from mpi4dl_nb.plan_table import list_near_plans, make_plan_table
 from mpi4dl_nb.widgets.figure_widget import StillFigure
@@ -63,7 +63,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
     plan needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a
     `Machine` or the name of a known one. `max_height` is in px, by default that of the window.
 
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Configurator, Plan
     >>> configurator = Configurator(resnet20_v1(), (2, 3, 64, 64), plan=Plan(split_size=2, num_spatial_parts=4))
     >>> configurator.knobs["split_size"].value = 3

@@ -16,8 +16,8 @@ import ipywidgets
 import traitlets
 from IPython.display import HTML, DisplayHandle, display
 
-from engines.errors import Mpi4dlError, PlanError
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
 from mpi4dl_nb.widgets.page_modules import read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView
 from mpi4dl_nb.widgets.saved_frame import FRAME_PICTURE_BYTES, make_frame

@@ -12,9 +12,9 @@ import ipywidgets
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
-from engines.train.training_events import TrainingEvent
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.monitor import describe_outcome, format_progress_html, format_tables_html, show_progress
+from mpi4dl_nb.engines.train.training_events import TrainingEvent
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress, ProgressRecorder, RefreshRate
 from mpi4dl_nb.training.training import Training
@@ -61,7 +61,7 @@ class Monitor(PageWidget):
     negligible share of the cores. After a stop, `fit` saves the training if `save` is set, and returns its History.
 
     >>> import torch
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, Monitor, Plan, Training
     >>> batch = torch.randn(2, 3, 32, 32), torch.tensor([3, 7])
     >>> with Cluster(4, backend="loopback") as cluster:

@@ -9,7 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.widgets.saved_view import SavedView
 
 State = Mapping[str, Any]

@@ -8,10 +8,10 @@ from typing import Any
 
 import traitlets
 
-from engines.cli.plan_options import GRID, format_text, parse_value
-from engines.errors import Mpi4dlError
-from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
+from mpi4dl_nb.engines.cli.plan_options import GRID, format_text, parse_value
+from mpi4dl_nb.engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 

@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.errors import PlanError, make_absolute
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.engines.errors import PlanError, make_absolute
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style, wrap_module
 from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView
 

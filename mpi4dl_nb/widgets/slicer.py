@@ -11,12 +11,6 @@ import ipywidgets
 import traitlets
 from torch import nn
 
-from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph
-from engines.images.picture import Source, open_image
-from engines.images.picture_reader import Picture
-from engines.plan import Plan
-from engines.train.recipe import Recipe
 from mpi4dl_nb.draw.figure import TILE_COLOURS, Drawing
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
@@ -45,6 +39,12 @@ from mpi4dl_nb.draw.picture_reach import make_reach
 from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.prediction_map import PredictedMap, read_prediction
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.images.picture import Source, open_image
+from mpi4dl_nb.engines.images.picture_reader import Picture
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import NOT_SAVED, PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
@@ -156,8 +156,8 @@ class Slicer(PageWidget):
     `save_picture=False`, where only a running kernel shows them. `max_height` is in px, by default that of the window.
     Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.images.sample_data import immunohistochemistry
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, Slicer
     >>> slicer = Slicer(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1())
     >>> slicer.layer.value = 3

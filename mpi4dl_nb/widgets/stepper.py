@@ -11,8 +11,6 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-from engines.errors import PlanError
-from engines.program.steps import StepCounts
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.step_frame import (
     FRAME_PX,
@@ -24,6 +22,8 @@ from mpi4dl_nb.draw.step_frame import (
     pack_frame,
 )
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.program.steps import StepCounts
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_dropdown
@@ -145,7 +145,7 @@ class Stepper(PageWidget):
     Raises ImageError for a wrong shape or label.
 
     >>> import torch
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, Plan, Stepper, Training
     >>> with Cluster(4, backend="loopback") as cluster:
     ...     training = Training(resnet20_v1(), Plan(split_size=1), cluster, (2, 3, 32, 32))

@@ -8,12 +8,12 @@ from typing import Any
 
 import traitlets
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program.timeline import Timeline, TimelineEvent
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.timeline_rows import make_timeline_rows
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import BoundedView, PageRules
@@ -32,7 +32,7 @@ class TimelineView(StillFigure, BoundedView):
     `show_timeline` draws the same as a figure. Raises PlanError if it does, and if `predicted` has ranks that were not
     measured.
 
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, TimelineView, forecast
     >>> plan = Plan(split_size=2, num_spatial_parts=4)
     >>> view = TimelineView(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit").timeline, plan)

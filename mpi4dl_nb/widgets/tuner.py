@@ -10,18 +10,18 @@ import ipywidgets
 import traitlets
 from torch import Tensor, nn
 
-from engines.errors import PlanError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
-from engines.predict.explain import Explanation, explain
-from engines.predict.forecast import ORDERS, check_order
-from engines.train.optimisers import Optimiser
-from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import Explanation, explain
+from mpi4dl_nb.engines.predict.forecast import ORDERS, check_order
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
@@ -98,7 +98,7 @@ class Tuner(PageWidget):
     `measure_best()`, `choose(plan)` and `order.value`.
     Raises PlanError or TraceError if no plan can run, and RankError if the cluster is not started.
 
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, Plan, Tuner
     >>> with Cluster(2) as cluster:
     ...     tuner = Tuner(resnet20_v1(), (2, 3, 64, 64), cluster, progress=False)

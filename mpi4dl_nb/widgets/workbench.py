@@ -10,10 +10,10 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-from engines.errors import PlanError
-from engines.images.picture import Source
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.images.picture import Source
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import FigureView, StillFigure
 from mpi4dl_nb.widgets.saved_view import SavedPart
@@ -62,7 +62,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
     each pane. Raises ImageError or PlanError.
 
     >>> import torch
-    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, Plan, Training, Workbench
     >>> plan = Plan(split_size=1, slice_method="2x2")
     >>> with Cluster(4, backend="loopback") as cluster:

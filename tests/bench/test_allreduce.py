@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from engines.bench.communication import list_sizes, make_allreduce_parser
-from engines.comm.nccl import connect_gloo
-from engines.errors import PlanError
+from mpi4dl_nb.engines.bench.communication import list_sizes, make_allreduce_parser
+from mpi4dl_nb.engines.comm.nccl import connect_gloo
+from mpi4dl_nb.engines.errors import PlanError
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_where_there_is_no_gloo(monkeypatch):
 
 @pytest.mark.nightly
 def test_the_lines(mpiexec):
-    done = mpiexec(2, "-m", "engines", "bench", "allreduce", "--max-bytes", 1 << 18, "--iterations", 3)
+    done = mpiexec(2, "-m", "mpi4dl_nb.engines", "bench", "allreduce", "--max-bytes", 1 << 18, "--iterations", 3)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["bytes"] for line in lines] == list_sizes(1 << 18)

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from engines.bench import asynchronous as bench
-from engines.comm.loopback import run_ranks
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.train.asynchrony import MODES, Asynchrony
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.bench import asynchronous as bench
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.asynchrony import MODES, Asynchrony
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.zoo import Skips
 
 TINY = ("--replicas", "2", "--steps", "2", "--image-size", "12", "--batch-size", "2", "--model", "tests.zoo:Skips")
@@ -79,7 +79,7 @@ def test_all_modes_over_loopback() -> None:
 
 @pytest.mark.nightly
 def test_the_command(mpiexec) -> None:
-    done = mpiexec(3, "-m", "engines", "bench", "asynchronous", *TINY)
+    done = mpiexec(3, "-m", "mpi4dl_nb.engines", "bench", "asynchronous", *TINY)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(text) for text in done.stdout.splitlines()]
     assert [line["mode"] for line in lines] == list(MODES)

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from engines.cli import options
-from engines.errors import PlanError, RankError
 from mpi4dl_nb.benchmarks import __main__ as command
 from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkCase, BenchmarkStudy
 from mpi4dl_nb.benchmarks.results import (
@@ -21,6 +19,8 @@ from mpi4dl_nb.benchmarks.results import (
     run_case,
 )
 from mpi4dl_nb.draw.comparison import show_growth
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.errors import PlanError, RankError
 
 PLANNED = [case for study in STUDIES for case in study.cases if case.arguments[1] in ("step", "memory")]
 SMALL = {

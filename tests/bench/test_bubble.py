@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engines.bench import bubble
-from engines.comm.loopback import run_ranks
-from engines.plan import Plan
-from engines.program.schedule import compute_bubble_share
-from engines.program.timeline import Timeline, TimelineEvent
+from mpi4dl_nb.engines.bench import bubble
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.schedule import compute_bubble_share
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 
 PLANS: dict[str, dict[str, Any]] = {
     "fill_drain": {"split_size": 3, "parts": 2},

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds
-from engines.bench.halo import make_halo_case, make_halo_parser
-from engines.bench.memory_limit import make_largest_parser
-from engines.cli import command, options
+from mpi4dl_nb.engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds
+from mpi4dl_nb.engines.bench.halo import make_halo_case, make_halo_parser
+from mpi4dl_nb.engines.bench.memory_limit import make_largest_parser
+from mpi4dl_nb.engines.cli import command, options
 
 WITHOUT = '''
 import sys
@@ -26,14 +26,14 @@ class Nowhere:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Nowhere())
-from engines.cli.command import main
+from mpi4dl_nb.engines.cli.command import main
 sys.exit(main(sys.argv[1:]))
 '''
 ABSENT = {
     "IPython", "PIL", "anywidget", "cloudpickle", "greenlet", "imagecodecs", "ipykernel", "ipyparallel", "ipywidgets",
     "matplotlib", "openslide", "psutil", "safetensors", "skimage", "tifffile", "zarr",
 }  # fmt: skip
-SMALL = ("--model", "engines.models:resnet20_v1", "--image-size", 32, "--split-size", 1, "--slice-method", "1x2")
+SMALL = ("--model", "mpi4dl_nb:resnet20_v1", "--image-size", 32, "--split-size", 1, "--slice-method", "1x2")
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench import halo
-from engines.bench.halo import (
+from mpi4dl_nb.engines.bench import halo
+from mpi4dl_nb.engines.bench.halo import (
     HaloCase,
     is_valid_exchange,
     make_halo_case,
@@ -19,10 +19,10 @@ from engines.bench.halo import (
     make_pattern,
     run_forward,
 )
-from engines.cli import command
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
-from engines.program.exchange_runner import ExchangeRunner
+from mpi4dl_nb.engines.cli import command
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner
 
 
 def case(*flags: object) -> HaloCase:
@@ -125,7 +125,7 @@ def test_the_exit_code_follows_the_verdict(line: dict[str, object], right: bool,
 @pytest.mark.nightly
 def test_the_line(mpiexec):
     flags = (*UNEVEN, "--slice-method", "2x2", "--warmup", 1, "--iterations", 3, "--with-compute", "--validate")
-    done = mpiexec(4, "-m", "engines", "bench", "halo", *flags)
+    done = mpiexec(4, "-m", "mpi4dl_nb.engines", "bench", "halo", *flags)
     assert done.returncode == 0, done.stderr
     (text,) = done.stdout.splitlines()
     line = json.loads(text)
@@ -150,7 +150,7 @@ def test_the_line(mpiexec):
 
 @pytest.mark.nightly
 def test_what_cannot_be_run_is_said_in_one_line(mpiexec):
-    done = mpiexec(2, "-m", "engines", "bench", "halo", "--num-spatial-parts", 4)
+    done = mpiexec(2, "-m", "mpi4dl_nb.engines", "bench", "halo", "--num-spatial-parts", 4)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from engines.bench.memory_limit import bench_largest, search_largest
-from engines.errors import PlanError
+from mpi4dl_nb.engines.bench.memory_limit import bench_largest, search_largest
+from mpi4dl_nb.engines.errors import PlanError
 
 # With less memory the size that fits depends on how the allocator happens to lay its blocks.
-CHAIN = ("--model", "engines.models:chain", "--memory-mb", "128", "--step-px", "128", "--image-size", "512")
+CHAIN = ("--model", "mpi4dl_nb.engines.models:chain", "--memory-mb", "128", "--step-px", "128", "--image-size", "512")
 STRIPS = ("--split-size", "1", "--slice-method", "8x1")
 
 
@@ -36,7 +36,7 @@ def test_ends_of_the_search():
 @pytest.mark.nightly
 def test_tiles_in_turn_train_larger_images(mpiexec):
     plain, in_turn = (
-        json.loads(mpiexec(1, "-m", "engines", "bench", "largest", *CHAIN, *more, "--way", way).stdout)
+        json.loads(mpiexec(1, "-m", "mpi4dl_nb.engines", "bench", "largest", *CHAIN, *more, "--way", way).stdout)
         for way, more in (("plain", ()), ("in-turn", (*STRIPS, "--most-px", "2048")))
     )
     assert plain["next_px"] == plain["largest_px"] + 128
@@ -51,7 +51,7 @@ def test_tiles_in_turn_train_larger_images(mpiexec):
         (("--step-px", "64", "--most-px", "32"), "less than one step of 64 px"),
         (("--image-size", "256x128"), "images are square here"),
         (("--way", "again", "--data-parallel", "2"), "2 ranks"),
-        (("--way", "again", "--model", "engines.models:resnet110_v2", "--memory-mb", "1"), "Not even 256 x 256 px"),
+        (("--way", "again", "--model", "mpi4dl_nb:resnet110_v2", "--memory-mb", "1"), "Not even 256 x 256 px"),
     ],
 )
 def test_what_cannot_be_tried_is_said(flags: tuple[str, ...], said: str):

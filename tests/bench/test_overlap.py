@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.communication import ThrottledWorld, bench_overlap
-from engines.comm.all_reduce import all_reduce
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.world import Message
-from engines.plan import Plan
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.bench.communication import ThrottledWorld, bench_overlap
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.comm.world import Message
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
 
 BYTES_PER_S = 1e6
 

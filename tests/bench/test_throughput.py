@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from engines.bench.step import bench_throughput, make_throughput_parser, make_throughput_recipe
-from engines.cli import options
-from engines.comm.loopback import run_ranks
-from engines.errors import PlanError
-from engines.plan import Plan
+from mpi4dl_nb.engines.bench.step import bench_throughput, make_throughput_parser, make_throughput_recipe
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
 
 TINY = ("--model", "resnet_v1", "--num-layers", "8", "--image-size", "16", "--batch-size", "4", "--num-classes", "10")
 
@@ -47,7 +47,7 @@ LINES = [
 @pytest.mark.nightly
 def test_the_familiar_lines(mpiexec):
     counts = ("--warmup", 1, "--num-iters", 2, "--num-batches-per-iter", 2, "--device", "cpu")
-    done = mpiexec(1, "-m", "engines", "bench", "throughput", *TINY, *counts)
+    done = mpiexec(1, "-m", "mpi4dl_nb.engines", "bench", "throughput", *TINY, *counts)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert printed("\n".join(lines)) == LINES

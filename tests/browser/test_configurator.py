@@ -8,7 +8,7 @@ from tests.browser.accessible import accessible
 
 CELLS = [
     """
-from engines.models import resnet20_v1
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb import Configurator, Plan
 
 configurator = Configurator(resnet20_v1(), (2, 3, 32, 32), plan=Plan(split_size=2, spatial_size=0))

@@ -10,8 +10,8 @@ from tests.browser.accessible import accessible
 
 CELLS = [
     """
-from engines.images.dataset import SyntheticImages
-from engines.models import resnet20_v1
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 
 plan = Plan(split_size=2, spatial_size=1, slice_method="1x2")

@@ -10,8 +10,8 @@ from tests.browser.accessible import accessible
 
 CELLS = [
     """
-from engines.images.sample_data import immunohistochemistry
-from engines.models import resnet20_v1
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb import Plan, Slicer
 
 slicer = Slicer(immunohistochemistry(), Plan(split_size=2, slice_method="2x2"), resnet20_v1(num_classes=2))

@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from engines.comm.rank_server import RankServer, allow_during_step
-from engines.comm.status_board import StatusBoard
-from engines.images.dataset import SyntheticImages
-from engines.program.worker import Worker
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.comm.rank_server import RankServer, allow_during_step
+from mpi4dl_nb.engines.comm.status_board import StatusBoard
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.launch.mpi_ranks import CONTROLLER_PROGRAM
 from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.links import cut_connections
@@ -184,13 +184,13 @@ def _role(words: str, process: psutil.Process) -> str:
     """A command line also holds that of what it starts, so that the outermost comes first."""
     if process.name() in ("prterun", "mpiexec"):
         return "mpiexec"
-    if "engines.comm.supervisor" in words:
+    if "mpi4dl_nb.engines.comm.supervisor" in words:
         return "supervisor"
     parent = " ".join(process.parent().cmdline())
     if CONTROLLER_PROGRAM in words:
         return "other" if CONTROLLER_PROGRAM in parent else "controller"
     if "ipyparallel.engine" in words:
-        return "rank" if "engines.comm.supervisor" in parent else "nanny"
+        return "rank" if "mpi4dl_nb.engines.comm.supervisor" in parent else "nanny"
     return "other"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engines.plan import Plan
-from engines.train.training_events import Recovered, StepResult, TrainingEvent
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.training_events import Recovered, StepResult, TrainingEvent
 from mpi4dl_nb.training.training import Training
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, parts=2, precision="float64")

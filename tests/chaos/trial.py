@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from engines.errors import Mpi4dlError, RankError
-from engines.train.interrupts import StoppedError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import Mpi4dlError, RankError
+from mpi4dl_nb.engines.train.interrupts import StoppedError
 from mpi4dl_nb.launch.reaper_process import MARK, is_running
 from mpi4dl_nb.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.plan_tuner import PlanTuner

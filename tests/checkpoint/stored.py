@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.recipe import Recipe
 from tests.checkpoint.trainings import PLANS, data, on_ranks, recipe_of
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import CheckpointError
-from engines.train.checkpoint_files import serialise_manifest
-from engines.train.checkpoint_load import load, open_checkpoint, optimiser_state
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.train.checkpoint_files import serialise_manifest
+from mpi4dl_nb.engines.train.checkpoint_load import load, open_checkpoint, optimiser_state
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.trainings import PLANS, Net, Weighted, held_by, is_same, net, on_ranks, recipe_of
 
 PLAN = PLANS["stages"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.errors import CheckpointError, PlanError
-from engines.images.dataset import SyntheticImages
-from engines.images.shard_reader import Sampler, SamplerState
-from engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import CheckpointError, PlanError
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.images.shard_reader import Sampler, SamplerState
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.training import fit_run as fits
 from tests.chaos.training import Heard
 from tests.checkpoint.test_bad_checkpoints import changed, flip

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import CheckpointError
-from engines.images.shard_reader import SamplerState
-from engines.train import checkpoint_files as writers
-from engines.train import checkpoint_folder as folders
-from engines.train.checkpoint_files import TensorFile, check_writable
-from engines.train.checkpoint_folder import list_checkpoints, lock_folder
-from engines.train.checkpoint_load import open_checkpoint
-from engines.train.checkpoint_save import make_rank_manager, save
-from engines.train.checkpoint_state import decode_value, encode_value
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.images.shard_reader import SamplerState
+from mpi4dl_nb.engines.train import checkpoint_files as writers
+from mpi4dl_nb.engines.train import checkpoint_folder as folders
+from mpi4dl_nb.engines.train.checkpoint_files import TensorFile, check_writable
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints, lock_folder
+from mpi4dl_nb.engines.train.checkpoint_load import open_checkpoint
+from mpi4dl_nb.engines.train.checkpoint_save import make_rank_manager, save
+from mpi4dl_nb.engines.train.checkpoint_state import decode_value, encode_value
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.trainings import data, on_ranks
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import CheckpointError, DamagedError, UnreadableError
-from engines.inference.command import load_weights
-from engines.train import checkpoint_files as manifests
-from engines.train import checkpoint_reader as stored_files
-from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_load import load, open_checkpoint, optimiser_state, scheduler_state
-from engines.train.checkpoint_reader import Checkpoint
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError, DamagedError, UnreadableError
+from mpi4dl_nb.engines.inference.command import load_weights
+from mpi4dl_nb.engines.train import checkpoint_files as manifests
+from mpi4dl_nb.engines.train import checkpoint_reader as stored_files
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_load import load, open_checkpoint, optimiser_state, scheduler_state
+from mpi4dl_nb.engines.train.checkpoint_reader import Checkpoint
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import changed, cut, flip, refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, net, on_ranks, recipe_of
 

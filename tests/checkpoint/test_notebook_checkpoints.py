@@ -12,11 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.errors import CheckpointError, PlanError
-from engines.images.dataset import SyntheticImages
-from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.interrupts import Interrupts, StoppedError
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import CheckpointError, PlanError
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.interrupts import Interrupts, StoppedError
 from mpi4dl_nb.training import fit_run
 from tests.checkpoint.trainings import PLANS, SHAPE, Weighted, data, net, recipe_of
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import CheckpointError, DamagedError
-from engines.train.checkpoint_files import TRAINING, read_manifest, serialise_manifest
-from engines.train.checkpoint_folder import MANIFEST, list_checkpoints, lock_folder
-from engines.train.checkpoint_load import optimiser_state, scheduler_state
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import CheckpointError, DamagedError
+from mpi4dl_nb.engines.train.checkpoint_files import TRAINING, read_manifest, serialise_manifest
+from mpi4dl_nb.engines.train.checkpoint_folder import MANIFEST, list_checkpoints, lock_folder
+from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state, scheduler_state
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 
 PLAN = Plan(split_size=2, spatial_size=0, precision="float64")

@@ -12,12 +12,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.plan import Plan
-from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_load import load, optimiser_state, scheduler_state
-from engines.train.oracle import ReferenceTraining
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_load import load, optimiser_state, scheduler_state
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.trainings import (
     HALF,
     OPTIMISERS,
@@ -237,7 +237,7 @@ def test_a_rank_gives_only_what_no_rank_before_it_has(tmp_path: Path):
             return counted(sends, receives)
 
         world.exchange = exchange
-        from engines.train.checkpoint_save import save
+        from mpi4dl_nb.engines.train.checkpoint_save import save
 
         save(training, tmp_path)
 

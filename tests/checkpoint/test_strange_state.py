@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import CheckpointError
-from engines.images.shard_reader import SamplerState
-from engines.train.checkpoint_load import check_fits_recipe, load, optimiser_state
-from engines.train.checkpoint_reader import STATE, Checkpoint
-from engines.train.checkpoint_state import WeightState, encode_value, make_optimiser_state
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.images.shard_reader import SamplerState
+from mpi4dl_nb.engines.train.checkpoint_load import check_fits_recipe, load, optimiser_state
+from mpi4dl_nb.engines.train.checkpoint_reader import STATE, Checkpoint
+from mpi4dl_nb.engines.train.checkpoint_state import WeightState, encode_value, make_optimiser_state
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
 from tests.fuzz.checkpoints import sealed_again

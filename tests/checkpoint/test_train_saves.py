@@ -10,13 +10,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engines.cli.train_command import run_train
-from engines.comm.loopback import run_ranks
-from engines.errors import CheckpointError, ImageError, PlanError
-from engines.images.dataset import SyntheticImages, shuffle_indices
-from engines.spatial.tiles import Tile
-from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_load import optimiser_state
+from mpi4dl_nb.engines.cli.train_command import run_train
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError, ImageError, PlanError
+from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state
 from tests.checkpoint.survivor import survivor
 from tests.survival import survive
 
@@ -27,7 +27,7 @@ COURSE = ("--num-epochs", 2, "--max-steps", 3, "--dtype", "float64", "-v")
 
 
 def train(*flags: object) -> tuple[object, ...]:
-    return ("-m", "engines", "train", *MODEL, *flags)
+    return ("-m", "mpi4dl_nb.engines", "train", *MODEL, *flags)
 
 
 def losses(printed: str) -> list[str]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
-from engines.train.checkpoint_load import load
-from engines.train.checkpoint_save import save
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.checkpoint_load import load
+from mpi4dl_nb.engines.train.checkpoint_save import save
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 SHAPE, HALF = (4, 3, 12, 14), 3  # steps before the break, and as many behind it
 

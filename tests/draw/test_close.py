@@ -12,20 +12,20 @@ import torch
 from legible import read, unreadable
 from torch import nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
-from engines.images.picture import open_image
-from engines.images.sample_data import immunohistochemistry
-from engines.plan import Plan
-from engines.program.exchange import Exchange
-from engines.program.receptive import ReceptiveFields
-from engines.spatial.tiles import Tile
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
 from mpi4dl_nb.draw import figure, halo_points, navigation
 from mpi4dl_nb.draw.halo_points import HaloLayers, with_fused_halos
 from mpi4dl_nb.draw.navigation import RasterCache
 from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, show_slicing
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.receptive import ReceptiveFields
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])

@@ -7,14 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.errors import PlanError
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.forecast import RankLoad, forecast
-from engines.predict.machines import MACHINES
-from engines.program.program import Traffic
-from engines.spatial.layout import Layout
-from engines.train.recipe import prepare
 from mpi4dl_nb.draw.plan_picture import (
     BLOCK_COLUMNS,
     MOST_BLOCKS,
@@ -23,6 +15,14 @@ from mpi4dl_nb.draw.plan_picture import (
     describe_load_groups,
     measure_gauges,
 )
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import RankLoad, forecast
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.program.program import Traffic
+from mpi4dl_nb.engines.spatial.layout import Layout
+from mpi4dl_nb.engines.train.recipe import prepare
 
 LIMIT = 1000
 MACHINE = replace(MACHINES["Summit"], name="tiny", memory_bytes=LIMIT)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from legible import read, unreadable
 
-from engines.errors import PlanError
-from engines.train.asynchrony import Asynchrony, ReplicaStep, ReplicaStudy
 from mpi4dl_nb import show_asynchrony
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony, ReplicaStep, ReplicaStudy
 
 
 def study(mode: str, staleness: tuple[int, ...], losses: tuple[float, ...]) -> ReplicaStudy:

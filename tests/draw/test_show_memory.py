@@ -6,15 +6,15 @@ import pytest
 from legible import read, unreadable
 from torch import nn
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes
-from engines.graph.trace_cache import TraceCache
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.machine import Machine
-from engines.predict.machines import MACHINES
-from engines.predict.rank_memory import predict_plan_memory
 from mpi4dl_nb import Cluster, Training, show_memory
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.predict.rank_memory import predict_plan_memory
 
 SHAPE = (4, 3, 64, 64)
 PLANS = [

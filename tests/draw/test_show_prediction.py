@@ -10,14 +10,14 @@ import tifffile
 import torch
 from torch import nn
 
-from engines.errors import ImageError, PlanError
-from engines.images.dataset import to_network_input
-from engines.images.picture import open_image
-from engines.images.picture_reader import ArrayPicture, Level
-from engines.inference.class_map import make_colours
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training, show_prediction
 from mpi4dl_nb.draw.prediction_map import read_prediction
+from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.images.dataset import to_network_input
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Level
+from mpi4dl_nb.engines.inference.class_map import make_colours
+from mpi4dl_nb.engines.plan import Plan
 
 RANDOM = np.random.default_rng(0)
 SLIDE = RANDOM.integers(0, 256, (96, 132, 3), np.uint8)

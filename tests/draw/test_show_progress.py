@@ -7,10 +7,6 @@ from dataclasses import replace
 import pytest
 from legible import read, unreadable
 
-from engines.plan import Plan
-from engines.program.timeline import TimelineEvent
-from engines.train.step_report import StepReport
-from engines.train.training_events import Counts, EpochResult, Scores, StepResult
 from mpi4dl_nb.draw.monitor import (
     COMMUNICATES,
     MEMORY,
@@ -22,6 +18,10 @@ from mpi4dl_nb.draw.monitor import (
     format_tables_html,
     show_progress,
 )
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.timeline import TimelineEvent
+from mpi4dl_nb.engines.train.step_report import StepReport
+from mpi4dl_nb.engines.train.training_events import Counts, EpochResult, Scores, StepResult
 from mpi4dl_nb.training.progress import Progress
 
 

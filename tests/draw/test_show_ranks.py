@@ -8,20 +8,20 @@ import pytest
 import torch
 from legible import read, unreadable
 
-from engines.comm.loopback import run_ranks
-from engines.errors import PlanError
-from engines.formatting import format_bytes
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.forecast import count_load
-from engines.predict.rank_memory import predict_rank_memory
-from engines.program.compile import compile_plan
-from engines.program.program import count_traffic
-from engines.spatial.layout import Layout
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
 from mpi4dl_nb import show_ranks
 from mpi4dl_nb.draw.rank_map import draw_ranks
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import count_load
+from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import count_traffic
+from mpi4dl_nb.engines.spatial.layout import Layout
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 
 SHAPE = (4, 3, 32, 32)
 ALL = Plan(split_size=3, slice_method="2x3", bidirectional=True, data_parallel=2, parts=2)

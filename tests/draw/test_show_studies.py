@@ -7,12 +7,6 @@ from dataclasses import replace
 import pytest
 from legible import read, unreadable
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes, format_number, format_percent
-from engines.plan import Plan
-from engines.predict.explain import describe_plan
-from engines.predict.sizes import Sizes
-from engines.predict.studies import select_plans
 from mpi4dl_nb import (
     capabilities,
     forecast,
@@ -23,6 +17,12 @@ from mpi4dl_nb import (
     show_scaling,
     show_timeline,
 )
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import describe_plan
+from mpi4dl_nb.engines.predict.sizes import Sizes
+from mpi4dl_nb.engines.predict.studies import select_plans
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 

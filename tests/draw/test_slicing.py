@@ -17,23 +17,23 @@ from matplotlib.patches import Rectangle
 from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 from torch import nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import ImageError, PlanError
-from engines.formatting import format_bytes
-from engines.images.picture_reader import ArrayPicture
-from engines.images.sample_data import immunohistochemistry
-from engines.plan import Plan
-from engines.program.compile import Compiler
-from engines.program.exchange import Exchange
-from engines.program.timeline import TimelineEvent
-from engines.spatial.tiles import Move, Tile
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
 from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
 from mpi4dl_nb.draw.halo_points import find_halo_points, find_point
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.tilemap import OTHER_HALO, TINT
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.timeline import TimelineEvent
+from mpi4dl_nb.engines.spatial.tiles import Move, Tile
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 
 TISSUE = immunohistochemistry()[:96, :120]
 CASES = [(grid, layer) for grid in ("2x2", "2x3") for layer in ("stem", "pool", "deep")]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Plan, Training, show_step
 from mpi4dl_nb.draw.stepper import format_step_label
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from tests.draw.legible import read, unreadable
 

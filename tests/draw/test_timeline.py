@@ -14,14 +14,14 @@ from legible import read, unreadable
 from matplotlib.patches import PathPatch
 from torch import nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program.timeline import Timeline, TimelineEvent
-from engines.train.recipe import prepare
-from engines.train.step_report import StepReport, build_timeline
-from engines.train.training import RankTraining
 from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, get_style, show_timeline
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.step_report import StepReport, build_timeline
+from mpi4dl_nb.engines.train.training import RankTraining
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
 TILES = Plan(split_size=1, slice_method="1x2")

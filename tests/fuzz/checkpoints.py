@@ -16,16 +16,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import CheckpointError, LossError
-from engines.images.shard_reader import SamplerState
-from engines.train.checkpoint_files import serialise_manifest
-from engines.train.checkpoint_folder import MANIFEST, list_checkpoints
-from engines.train.checkpoint_load import load
-from engines.train.checkpoint_reader import STATE
-from engines.train.checkpoint_save import save
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError, LossError
+from mpi4dl_nb.engines.images.shard_reader import SamplerState
+from mpi4dl_nb.engines.train.checkpoint_files import serialise_manifest
+from mpi4dl_nb.engines.train.checkpoint_folder import MANIFEST, list_checkpoints
+from mpi4dl_nb.engines.train.checkpoint_load import load
+from mpi4dl_nb.engines.train.checkpoint_reader import STATE
+from mpi4dl_nb.engines.train.checkpoint_save import save
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random

@@ -22,10 +22,10 @@ from unittest.mock import patch
 import numpy as np
 from PIL import Image
 
-from engines.bench import memory_limit
-from engines.cli import command
-from engines.errors import PlanError
 from mpi4dl_nb import __main__ as launcher
+from mpi4dl_nb.engines.bench import memory_limit
+from mpi4dl_nb.engines.cli import command
+from mpi4dl_nb.engines.errors import PlanError
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.words import KINDS, LINES, ODD, PARTS, SEVERAL, SIZES, WHOLE
 
@@ -179,19 +179,19 @@ _BENCHMARKS = {  # by the file that has them
 @contextmanager
 def no_work(ranks: int) -> Iterator[None]:
     """Within it a command ends by `Cut` where its work would begin, or that of the processes which it starts."""
-    from engines.comm import mpi
+    from mpi4dl_nb.engines.comm import mpi
 
     with ExitStack() as stack:
         for owner, name in ((command, "verify"), (memory_limit, "run_in_subprocess"), (launcher, "exec_launcher")):
             stack.enter_context(patch.object(owner, name, _cut))
         for file, names in _BENCHMARKS.items():
             for name in names:
-                stack.enter_context(patch(f"engines.bench.{file}.bench_{name}", _cut))
-        stack.enter_context(patch("engines.cli.train_command.run", _cut))
-        stack.enter_context(patch("engines.inference.command.TiledPredictor.run", _cut))
-        stack.enter_context(patch("engines.bench.read.measure_host_peak_bytes", _cut))
-        stack.enter_context(patch("engines.predict.published_replay.PublishedReplay.simulate_result", _cut))
-        stack.enter_context(patch("engines.bench.gpu_check.launch", _cut))
+                stack.enter_context(patch(f"mpi4dl_nb.engines.bench.{file}.bench_{name}", _cut))
+        stack.enter_context(patch("mpi4dl_nb.engines.cli.train_command.run", _cut))
+        stack.enter_context(patch("mpi4dl_nb.engines.inference.command.TiledPredictor.run", _cut))
+        stack.enter_context(patch("mpi4dl_nb.engines.bench.read.measure_host_peak_bytes", _cut))
+        stack.enter_context(patch("mpi4dl_nb.engines.predict.published_replay.PublishedReplay.simulate_result", _cut))
+        stack.enter_context(patch("mpi4dl_nb.engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
         stack.enter_context(patch.object(os, "_exit", _leave))
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.errors import ImageError
+from mpi4dl_nb.engines.errors import ImageError
 from tests.fuzz import judge
 from tests.fuzz.judge import Case, Outside, Random
 

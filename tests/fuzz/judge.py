@@ -30,7 +30,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.errors import Mpi4dlError
 
 SECONDS = 10  # for one case; the signal is not caught, since a decoder that hangs does not come back to Python
 MOST_BYTES = 1 << 30  # of address space, more than was there before the first case

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import TraceCache
-from engines.plan import Plan
-from engines.predict.forecast import forecast
-from engines.predict.machine import Link, Machine, Speed
-from engines.predict.machines import MACHINES
-from engines.predict.tallies import CLASSES
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import forecast
+from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.predict.tallies import CLASSES
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 

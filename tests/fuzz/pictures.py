@@ -12,8 +12,8 @@ import numpy as np
 import tifffile
 from PIL import Image
 
-from engines.images.picture import open_image
-from engines.images.picture_reader import Picture
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import Picture
 from tests.fuzz.damage import DAMAGES, damaged_bytes, repair_png, tags
 from tests.fuzz.judge import Case, Outside, Random
 from tests.images.made_slides import tissue, write_ome, write_pages, write_svs

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import zarr
 
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture import open_image
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.pictures import look

@@ -38,7 +38,7 @@ LINES: tuple[tuple[int, str], ...] = (
     (1, "gpu-check --only exact --timeout 5"),
     (0, "-n 2 verify --model resnet"),
 )
-"""Ranks, and the words behind `python -m engines`; for 0 ranks those behind `python -m mpi4dl_nb`."""
+"""Ranks, and the words behind `python -m mpi4dl_nb.engines`; for 0 ranks those behind `python -m mpi4dl_nb`."""
 
 _LONG = ("99999999999999999999", "-99999999999999999999", "9" * 5000)
 WHOLE = (*_words("-1 0 1 2 3 4 7 255 4096 1000000 2147483648 1000000000000"), *_LONG)
@@ -56,8 +56,9 @@ _JSON = (
     *_words('[3,4,3,1,1,1,1,true,"reflect"] [3,4,1,1,99999999999999999999] [3,99999999999999999999,1]'), "[" * 50_000,
 )  # fmt: skip
 _MODELS = _words(
-    "engines.models : a: :b ..:x engines.models:resnet21 os:getcwd sys:exit builtins:print torch:ones json:loads unet "
-    "no.such:thing torch.nn:Module torch.nn:Identity torch.nn:Conv3d torch.nn:ConvTranspose2d torch.nn:Linear "
+    "mpi4dl_nb.engines.models : a: :b ..:x mpi4dl_nb.engines.models:resnet21 mpi4dl_nb: os:getcwd sys:exit "
+    "builtins:print torch:ones json:loads unet no.such:thing torch.nn:Module torch.nn:Identity "
+    "torch.nn:Conv3d torch.nn:ConvTranspose2d torch.nn:Linear "
     "torch.nn:LazyConv2d torch.nn:Transformer torch.nn:Sequential"
 )
 _IN = _words("a.png classes pipe nothing empty noise loop /dev/zero /dev/null noise/x t.csv .")

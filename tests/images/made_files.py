@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.errors import ImageError
-from engines.images.mask_file import MaskFile
-from engines.images.metadata.row import MetadataRow
-from engines.images.picture import open_image
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.mask_file import MaskFile
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.spatial.tiles import Tile
 
 Array = NDArray[Any]
 Expected = Array | str

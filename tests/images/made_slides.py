@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
-from engines.images.picture_reader import Picture
-from engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.images.picture_reader import Picture
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 
 Pixels = NDArray[np.uint8]
 

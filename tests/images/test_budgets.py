@@ -16,15 +16,15 @@ import tifffile
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from engines.errors import ImageError
-from engines.images import files, folder, tiff_directory
-from engines.images.mask_file import open_raw_image
-from engines.images.ome_xml import choose_image, list_planes, parse_ome
-from engines.images.picture import crop_picture, open_image
-from engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
-from engines.images.pillow import count_jpeg_scans
-from engines.images.sample_data import load_cifar_images
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import files, folder, tiff_directory
+from mpi4dl_nb.engines.images.mask_file import open_raw_image
+from mpi4dl_nb.engines.images.ome_xml import choose_image, list_planes, parse_ome
+from mpi4dl_nb.engines.images.picture import crop_picture, open_image
+from mpi4dl_nb.engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
+from mpi4dl_nb.engines.images.pillow import count_jpeg_scans
+from mpi4dl_nb.engines.images.sample_data import load_cifar_images
+from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc
 
@@ -105,7 +105,7 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path):
 PEAK = """
 import sys
 from pathlib import Path
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture import open_image
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
@@ -339,11 +339,11 @@ def test_a_batch_that_is_no_file_is_named(kind: str, tmp_path: Path):
 MEASURE = """
 import sys
 from pathlib import Path
-from engines.errors import ImageError
-from engines.images import files
-from engines.images.mask_file import open_raw_image
-from engines.images.picture import open_image
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import files
+from mpi4dl_nb.engines.images.mask_file import open_raw_image
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.spatial.tiles import Tile
 
 def measure(read, path):
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

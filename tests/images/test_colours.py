@@ -11,10 +11,10 @@ import tifffile
 from made_profiles import DISPLAY_P3, OPPONENTS
 from PIL import Image, ImageCms
 
-from engines.errors import ImageError
-from engines.images import colour_profile
-from engines.images.colour_profile import find_effect
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import colour_profile
+from mpi4dl_nb.engines.images.colour_profile import find_effect
+from mpi4dl_nb.engines.images.picture import open_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
 GREY = PIXELS[..., 0]

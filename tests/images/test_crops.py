@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engines.errors import ImageError
-from engines.images.sample_data import StainCrops, compute_dab, immunohistochemistry
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.sample_data import StainCrops, compute_dab, immunohistochemistry
 
 TISSUE = immunohistochemistry()
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images.dataset import IGNORED, split_by_slide
-from engines.images.examples import Example, ExampleImages
-from engines.images.folder import folder_images
-from engines.images.picture import open_image, read_shape
-from engines.spatial.tiles import Grid, Span, Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.dataset import IGNORED, split_by_slide
+from mpi4dl_nb.engines.images.examples import Example, ExampleImages
+from mpi4dl_nb.engines.images.folder import folder_images
+from mpi4dl_nb.engines.images.picture import open_image, read_shape
+from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, saved
 from tests.sampling import trials
 
@@ -127,7 +127,7 @@ def test_of_a_large_picture_only_the_part_is_read(monkeypatch: pytest.MonkeyPatc
             asked.append(box)
             return picture.read(*box)
 
-    monkeypatch.setattr("engines.images.examples.open_cached", lambda path: Spied())
+    monkeypatch.setattr("mpi4dl_nb.engines.images.examples.open_cached", lambda path: Spied())
     tile = Tile(Span(30, 45), Span(20, 40))
     ExampleImages([Example(files[0], 1)], ["a", "b"], (60, 80)).part(0, tile)
     ExampleImages([Example(files[0], 1)], ["a", "b"], (30, 160)).part(0, Tile(Span(10, 20), Span(40, 80)))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images.augmented import Augmented
-from engines.images.dataset import SyntheticImages, check_channels
-from engines.images.folder import folder_images, list_pictures, write_masks_table
-from engines.images.picture import open_image, read_shape
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.augmented import Augmented
+from mpi4dl_nb.engines.images.dataset import SyntheticImages, check_channels
+from mpi4dl_nb.engines.images.folder import folder_images, list_pictures, write_masks_table
+from mpi4dl_nb.engines.images.picture import open_image, read_shape
 
 FORK = b"\0\5\x16\7\0\2\0\0Mac OS X        " + bytes(4000)  # as `._` files begin (AppleDouble)
 CLASSES = ("benign", "tumour")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images.mask_file import open_raw_image
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.mask_file import open_raw_image
+from mpi4dl_nb.engines.images.picture import open_image
 
 PIXELS = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from made_files import list_rows_without_files
 
-from engines.images.metadata.page import SECTIONS, format_page
-from engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.metadata.page import SECTIONS, format_page
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 
 PAGE = Path(__file__).parents[2] / "docs" / "metadata.md"
 
 
 def test_the_page_is_written_from_the_table():
     assert PAGE.read_text(encoding="utf-8") == format_page(), (
-        "python -m engines.images.metadata.page > docs/metadata.md"
+        "python -m mpi4dl_nb.engines.images.metadata.page > docs/metadata.md"
     )
 
 

@@ -15,10 +15,10 @@ from made_files import MadeFile, by_pillow, check_row, list_rows_without_files, 
 from made_profiles import ADOBE_RGB, DISPLAY_P3, INKS, OPPONENTS, convert_by_imagecodecs, hide_opponents
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images import colour_profile
-from engines.images.metadata.jpeg import JPEG
-from engines.images.picture import open_image, read_shape
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import colour_profile
+from mpi4dl_nb.engines.images.metadata.jpeg import JPEG
+from mpi4dl_nb.engines.images.picture import open_image, read_shape
 
 # A smooth picture of 16 x 24 px, since JPEG changes any other; the same coefficients by jpegtran in two ways of coding.
 _ROWS, _COLS = np.mgrid[:16, :24]

@@ -10,9 +10,9 @@ import pytest
 import tifffile
 from made_files import MadeFile, by_tifffile, check_refused, check_row, list_rows_without_files, read_picture
 
-from engines.errors import ImageError
-from engines.images.metadata.ome_tiff import OME_TIFF
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.metadata.ome_tiff import OME_TIFF
+from mpi4dl_nb.engines.images.picture import open_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
 GREY, SMALL = RGB[..., 0].copy(), RGB[:20, :20, 1].copy()

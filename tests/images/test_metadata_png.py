@@ -14,10 +14,10 @@ from made_files import MadeFile, by_gdal, by_pillow, check_row, list_rows_withou
 from made_profiles import DISPLAY_P3, OPPONENTS, SWAPPED, convert_by_imagecodecs
 from PIL import Image, ImageCms
 
-from engines.images import colour_profile
-from engines.images.colour_profile import find_effect
-from engines.images.metadata.png import PNG
-from engines.images.picture import open_image, read_shape
+from mpi4dl_nb.engines.images import colour_profile
+from mpi4dl_nb.engines.images.colour_profile import find_effect
+from mpi4dl_nb.engines.images.metadata.png import PNG
+from mpi4dl_nb.engines.images.picture import open_image, read_shape
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 32, 3), np.uint8)
 GREY = PIXELS[..., 0]

@@ -24,9 +24,9 @@ from made_files import (
 from PIL import Image, ImageCms
 from raw_tiff import Tags, split_tiles, tile_tags, write_tiff
 
-from engines.images.dataset import IGNORED
-from engines.images.metadata.tiff import TIFF
-from engines.images.tiff_page import TiffPageReader
+from mpi4dl_nb.engines.images.dataset import IGNORED
+from mpi4dl_nb.engines.images.metadata.tiff import TIFF
+from mpi4dl_nb.engines.images.tiff_page import TiffPageReader
 
 RGB = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
 GREY, OTHER = RGB[..., 0].copy(), RGB[..., 1].copy()

@@ -13,9 +13,9 @@ import pytest
 import zarr
 from made_files import MadeFile, check_row, list_rows_without_files
 
-from engines.errors import ImageError
-from engines.images.metadata.ome_zarr import OME_ZARR
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.metadata.ome_zarr import OME_ZARR
+from mpi4dl_nb.engines.images.picture import open_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
 GREY, FIRST = PIXELS[..., 0], PIXELS.transpose(2, 0, 1)

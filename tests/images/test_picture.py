@@ -15,12 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images import picture, picture_reader, pillow
-from engines.images.files import FileCache
-from engines.images.picture import open_image
-from engines.images.picture_reader import ArrayPicture, Picture, Pixels
-from engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import picture, picture_reader, pillow
+from mpi4dl_nb.engines.images.files import FileCache
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Picture, Pixels
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 
 COLOURS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 GREY = COLOURS[..., 0]

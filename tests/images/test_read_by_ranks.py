@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from made_slides import shared, tissue, write_svs
 
-from engines.bench.read import ALLOWED_BYTES, bench_read
-from engines.comm.loopback import run_ranks
-from engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.bench.read import ALLOWED_BYTES, bench_read
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import ImageError, PlanError
 
 
 def slide(folder: Path) -> Path:
@@ -24,7 +24,7 @@ def slide(folder: Path) -> Path:
 
 @pytest.mark.nightly
 def test_four_ranks_read_the_pixels_of_one_read_with_a_quarter_of_the_memory(mpiexec, tmp_path):
-    done = mpiexec(4, "-m", "engines", "bench", "read", slide(tmp_path))
+    done = mpiexec(4, "-m", "mpi4dl_nb.engines", "bench", "read", slide(tmp_path))
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["same_pixels"]
@@ -47,7 +47,9 @@ def test_with_halos_and_on_any_level(tmp_path, method, halo_px, level):
 
 def test_other_pixels_would_be_told(tmp_path, monkeypatch):
     write_svs(tmp_path / "a.svs", tissue(200, 200), tile=64)
-    monkeypatch.setattr("engines.bench.read._compute_digest", lambda pixels, seen=[]: seen.append(0) or str(len(seen)))
+    monkeypatch.setattr(
+        "mpi4dl_nb.engines.bench.read._compute_digest", lambda pixels, seen=[]: seen.append(0) or str(len(seen))
+    )
     (line,) = run_ranks(1, lambda world: bench_read(world, str(tmp_path / "a.svs")))
     assert not line["same_pixels"]
     assert not line["ok"]

@@ -11,14 +11,14 @@ import pytest
 import zarr
 from PIL import Image
 
-from engines.errors import CheckpointError, ImageError, Mpi4dlError, PlanError
-from engines.images.folder import write_boxes_table
-from engines.images.picture import open_image
-from engines.images.regular_file import open_regular, read_bounded
-from engines.images.tables import table_images
-from engines.train.checkpoint_reader import Checkpoint
-from engines.train.training_events import EpochLog
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.errors import CheckpointError, ImageError, Mpi4dlError, PlanError
+from mpi4dl_nb.engines.images.folder import write_boxes_table
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.regular_file import open_regular, read_bounded
+from mpi4dl_nb.engines.images.tables import table_images
+from mpi4dl_nb.engines.train.checkpoint_reader import Checkpoint
+from mpi4dl_nb.engines.train.training_events import EpochLog
 from mpi4dl_nb.launch.hosts import read_hosts
 
 Make = Callable[[Path], None]

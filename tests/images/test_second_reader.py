@@ -12,9 +12,9 @@ from made_files import check_refused, read_mask, read_picture
 from PIL import Image
 from raw_tiff import write_tiff
 
-from engines.errors import ImageError
-from engines.images import second_reader
-from engines.images.second_reader import find_decoder
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import second_reader
+from mpi4dl_nb.engines.images.second_reader import find_decoder
 
 GREY = np.random.default_rng(0).integers(0, 256, (32, 48), np.uint8)
 

@@ -12,11 +12,11 @@ import tifffile
 from made_slides import misread, shared, tissue, write_pages, write_svs
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images import picture as reader
-from engines.images.picture import OpenSlidePicture, SlideLikePicture, open_image
-from engines.images.picture_reader import Level, Picture
-from engines.images.tiff import TiffPicture
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import picture as reader
+from mpi4dl_nb.engines.images.picture import OpenSlidePicture, SlideLikePicture, open_image
+from mpi4dl_nb.engines.images.picture_reader import Level, Picture
+from mpi4dl_nb.engines.images.tiff import TiffPicture
 
 PIXELS = tissue(600, 800)
 LOSSLESS = {"compression": None}

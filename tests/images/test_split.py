@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.errors import ImageError
-from engines.images.augmented import Augmented
-from engines.images.dataset import Subset, SyntheticImages, split_by_slide, split_indices
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.augmented import Augmented
+from mpi4dl_nb.engines.images.dataset import Subset, SyntheticImages, split_by_slide, split_indices
+from mpi4dl_nb.engines.spatial.tiles import Tile
 
 IMAGES = st.lists(st.tuples(st.sampled_from("abcdefghijkl"), st.integers(0, 2)), min_size=1, max_size=60)
 

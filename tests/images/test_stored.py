@@ -14,11 +14,11 @@ import tifffile
 import zarr
 from PIL import Image, ImageCms, PngImagePlugin
 
-from engines.errors import ImageError
-from engines.images.dataset import IGNORED
-from engines.images.mask_file import MaskFile, read_mask_shape
-from engines.images.picture import open_image
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.dataset import IGNORED
+from mpi4dl_nb.engines.images.mask_file import MaskFile, read_mask_shape
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES
 
 BITS = CLASSES > 1

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images import examples, tables
-from engines.images.tables import table_images, write_table
-from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import examples, tables
+from mpi4dl_nb.engines.images.tables import table_images, write_table
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 SIZE = (12, 10)
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
@@ -214,7 +214,9 @@ def test_bad_images_can_be_left_for_later(folder: Path):
 
 
 def test_headers_are_enough_to_check_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engines.images.pillow._DECODED._make", lambda path, page: pytest.fail("it was decoded"))
+    monkeypatch.setattr(
+        "mpi4dl_nb.engines.images.pillow._DECODED._make", lambda path, page: pytest.fail("it was decoded")
+    )
     text = "path,label,mask,region\nimages/a.png,1,masks/a.png,2 2 9 9\nimages/b.png,0,,\n"
     assert len(table_images(table(folder, text), SIZE, classes=2)) == 2
 

@@ -9,13 +9,13 @@ import pytest
 from made_slides import tissue, write_ome, write_pages
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images import picture_reader
-from engines.images.picture import crop_picture, open_image
-from engines.images.picture_reader import ArrayPicture, Level, Picture
-from engines.images.sample_data import StainCrops
-from engines.plan import Plan
 from mpi4dl_nb import show_slicing
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import picture_reader
+from mpi4dl_nb.engines.images.picture import crop_picture, open_image
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Level, Picture
+from mpi4dl_nb.engines.images.sample_data import StainCrops
+from mpi4dl_nb.engines.plan import Plan
 
 PIXELS = tissue(400, 600)
 

@@ -12,11 +12,11 @@ import tifffile
 from made_slides import misread, tissue, write_ome, write_pages
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images.picture import open_image
-from engines.images.picture_reader import Level
-from engines.images.pillow import PillowPicture
-from engines.images.tiff import TiffPicture
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import Level
+from mpi4dl_nb.engines.images.pillow import PillowPicture
+from mpi4dl_nb.engines.images.tiff import TiffPicture
 
 PIXELS = tissue(203, 301)
 BOX = (37, 90, 121, 150)

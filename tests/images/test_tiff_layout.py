@@ -12,10 +12,10 @@ from made_slides import tissue
 from PIL import Image
 from tifffile import TiffWriter
 
-from engines.errors import ImageError
-from engines.images.picture import open_image
-from engines.images.pillow import PillowPicture
-from engines.images.tiff import TiffPicture
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.pillow import PillowPicture
+from mpi4dl_nb.engines.images.tiff import TiffPicture
 
 PIXELS = tissue(96, 130)
 GREY = PIXELS[..., 0]

@@ -14,12 +14,12 @@ import zarr
 from made_slides import tissue
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images import zarr_chunks
-from engines.images.folder import write_boxes_table
-from engines.images.ome_xml import choose_image, list_planes, parse_ome
-from engines.images.picture import open_image
-from engines.images.tables import table_images, write_table
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import zarr_chunks
+from mpi4dl_nb.engines.images.folder import write_boxes_table
+from mpi4dl_nb.engines.images.ome_xml import choose_image, list_planes, parse_ome
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.tables import table_images, write_table
 
 ROOT = Path(__file__).parents[2]
 SIZE = (8, 8)

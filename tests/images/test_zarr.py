@@ -10,10 +10,10 @@ import pytest
 import zarr
 from made_slides import tissue
 
-from engines.errors import ImageError
-from engines.images import zarr as reader
-from engines.images.picture import open_image
-from engines.images.picture_reader import Level
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import zarr as reader
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import Level
 
 PIXELS = tissue(150, 200)
 BOX = (31, 50, 70, 90)

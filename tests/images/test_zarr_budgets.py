@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import zarr
 
-from engines.errors import ImageError
-from engines.images import zarr_chunks
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images import zarr_chunks
+from mpi4dl_nb.engines.images.picture import open_image
 from tests.images.made_slides import tissue
 
 MILLION = (1 << 20, 1 << 20)

@@ -9,15 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.world import Message, Pending
-from engines.errors import PlanError, TraceError
-from engines.inference.rank_predictor import RankPredictor, fetch_tensors, join_predictions, prepare_prediction
-from engines.models import UNet
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.effects import Phase
-from engines.train.training import cut_inputs
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.inference.rank_predictor import (
+    RankPredictor,
+    fetch_tensors,
+    join_predictions,
+    prepare_prediction,
+)
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.test_turns import settled
 from tests.inference.turning import plain

@@ -13,16 +13,16 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from engines.comm.loopback import run_ranks
-from engines.errors import CheckpointError, ImageError, PlanError
-from engines.graph.output_meaning import OutputMeaning
-from engines.images.picture import open_image
-from engines.inference.command import load_weights, predict
-from engines.inference.rank_predictor import make_padded_region
-from engines.models import UNet
-from engines.plan import Plan
-from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import CheckpointError, ImageError, PlanError
+from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.inference.command import load_weights, predict
+from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.inference.test_turns import settled
 from tests.inference.turning import even, plain
 
@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> Path:
 
 def flags(files: Path, **others: object) -> list[str]:
     given = {
-        "model": "engines.models:UNet",
+        "model": "mpi4dl_nb:UNet",
         "model-args": '{"width": 4}',
         "num-classes": 3,
         "image": files / "in.png",
@@ -93,7 +93,7 @@ def test_a_region_with_given_weights(files: Path):
 
 @pytest.mark.nightly
 def test_the_class_of_an_image(files: Path, capsys: pytest.CaptureFixture[str]):
-    asked = {"model": "engines.models:resnet20_v1", "model-args": None, "weights": None, "to": None}
+    asked = {"model": "mpi4dl_nb:resnet20_v1", "model-args": None, "weights": None, "to": None}
     line = run_ranks(2, lambda world: predict(world, flags(files, kind="probabilities", **asked)))[1]
     assert sum(line["answer"]) == pytest.approx(1)
     assert (line["per_pixel"], line["walks"]) == (False, 2)
@@ -128,7 +128,7 @@ def test_what_is_refused(others: dict[str, object], error: type[Exception], mess
 
 
 def test_a_file_needs_an_answer_per_pixel(files: Path):
-    asked = {"model": "engines.models:resnet20_v1", "model-args": None, "weights": None}
+    asked = {"model": "mpi4dl_nb:resnet20_v1", "model-args": None, "weights": None}
 
     def one(world: object) -> None:
         with pytest.raises(PlanError, match=r"answers once for the whole image, with \(1, 3\)"):

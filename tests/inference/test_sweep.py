@@ -15,19 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.comm import device
-from engines.comm.loopback import run_ranks
-from engines.errors import ImageError, PlanError, TraceError
-from engines.graph.output_meaning import OutputMeaning
-from engines.images.picture import open_image
-from engines.images.picture_reader import ArrayPicture, Picture
-from engines.inference.pyramid_sink import make_pyramid
-from engines.inference.rank_predictor import make_padded_region, prepare_region
-from engines.inference.tile_passes import choose_grid, fit_tiles
-from engines.inference.tile_stitcher import ArraySink
-from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
-from engines.models import UNet, resnet20_v1
-from engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.comm import device
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
+from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Picture
+from mpi4dl_nb.engines.inference.pyramid_sink import make_pyramid
+from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region, prepare_region
+from mpi4dl_nb.engines.inference.tile_passes import choose_grid, fit_tiles
+from mpi4dl_nb.engines.inference.tile_stitcher import ArraySink
+from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.inference.test_turns import Squeezed, settled
 from tests.inference.turning import even, plain
 
@@ -232,8 +232,10 @@ def test_peak_memory_stays_below_the_bound(mpiexec, tmp_path: Path):
 
     Image.fromarray(RANDOM.integers(0, 256, (1600, 1800, 3), np.uint8)).save(tmp_path / "in.png")
     flags = ["--activation", "softmax", "--memory-mb", "540"]
-    flags += ["--model", "engines.models:UNet", "--model-args", '{"width": 8}']
-    done = mpiexec(2, "-m", "engines", "predict", *flags, "--image", tmp_path / "in.png", "--to", tmp_path / "out.tif")
+    flags += ["--model", "mpi4dl_nb:UNet", "--model-args", '{"width": 8}']
+    done = mpiexec(
+        2, "-m", "mpi4dl_nb.engines", "predict", *flags, "--image", tmp_path / "in.png", "--to", tmp_path / "out.tif"
+    )
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert max(line["peak_bytes"]) <= 540 * 10**6

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from engines.errors import PlanError, TraceError
-from engines.inference.rank_predictor import prepare_prediction
-from engines.inference.tile_passes import TilePasses
-from engines.models import UNet, resnet20_v1
-from engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.inference.rank_predictor import prepare_prediction
+from mpi4dl_nb.engines.inference.tile_passes import TilePasses
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain
 from tests.sampling import trials

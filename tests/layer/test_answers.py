@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.outputs import collect_tensors, get_prediction
-from engines.graph.stages import find_layers
-from engines.graph.trace import infer_output_spec, trace
-from engines.plan import Plan
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.outputs import collect_tensors, get_prediction
+from mpi4dl_nb.engines.graph.stages import find_layers
+from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import assert_exact, whole_numbers, with_whole_weights
 
 

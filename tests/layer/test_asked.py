@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engines.errors import TraceError
-from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.graph.trace import trace
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.graph.trace import trace
 from tests.exact import assert_exact, tiled, whole_numbers
 from tests.layer.test_trace import Calls, traced
 

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from engines.program.timeline import Timeline, TimelineEvent
 from mpi4dl_nb import Cluster, Plan, Slicer, Stepper, TimelineView, TraceError, Training, forecast, show_timeline
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.step_frame import pack_frame
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")
 NAMES = [

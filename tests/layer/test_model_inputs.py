@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.graph.model_inputs import format_packing
 from mpi4dl_nb import Cluster, ImageError, Plan, TraceError, Training, forecast
+from mpi4dl_nb.engines.graph.model_inputs import format_packing
 
 LAYERS = Plan(split_size=2, spatial_size=0, precision="float64")
 SGD = partial(torch.optim.SGD, lr=0.1)

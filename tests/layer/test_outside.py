@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.errors import TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace import trace
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.plan import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 SHAPE, FIXED = (4, 2, 8, 8), torch.ones(3, dtype=torch.float64)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.errors import TraceError
-from engines.graph.trace_cache import TraceCache
-from engines.plan import Plan
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.plan import Plan
 
 SHAPE = (4, 3, 8, 8)
 ONE = Plan(split_size=1, spatial_size=0, precision="float64")

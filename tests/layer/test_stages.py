@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.graph.stages import Layer, cut_stages, find_layers
-from engines.graph.trace import trace
-from engines.models import amoebanetd, resnet20_v1, resnet110_v2
-from engines.plan import Plan
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.graph.stages import Layer, cut_stages, find_layers
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.models import amoebanetd, resnet20_v1, resnet110_v2
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
 
 
 class UNet(nn.Module):

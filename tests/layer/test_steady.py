@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import TraceCache
-from engines.graph.traceability import check_side_effects, make_traceable
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.graph.traceability import check_side_effects, make_traceable
+from mpi4dl_nb.engines.plan import Plan
 
 # Of torch 2.14: what is told of TorchScript is not what is tried here.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:FutureWarning")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
-from engines.graph import trace as traces
-from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
-from engines.graph.trace import infer_output_spec, trace, trace_inference
-from engines.models import resnet_v1
-from engines.spatial.kernels import get_operator
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph import trace as traces
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
+from mpi4dl_nb.engines.models import resnet_v1
+from mpi4dl_nb.engines.spatial.kernels import get_operator
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
 
 Forward = Callable[[Tensor], Tensor]
@@ -361,10 +361,10 @@ def test_the_users_model_is_neither_changed_nor_moved():
 BIG = """
 import resource
 from torch import nn
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace import trace
-from engines.plan import Plan
-from engines.program.compile import compile_plan
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
-from engines.graph import trace as traces
-from engines.graph.model_graph import TensorSpec
-from engines.graph.outputs import call_loss, get_prediction, merge_outputs
-from engines.graph.trace import trace
-from engines.images.dataset import SyntheticImages
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph import trace as traces
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.outputs import call_loss, get_prediction, merge_outputs
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from tests.exact import assert_exact, whole_numbers, with_whole_weights
 
 SHAPE = 2, 3, 8, 10

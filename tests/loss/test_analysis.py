@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.comm.loopback import run_ranks
-from engines.plan import Plan
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.loss.losses import SIZE, WHOLE, Loss, dice, dice_of_images, focal, segmenter, unbalanced
 
 EXACT: dict[str, Loss] = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engines.errors import LossError
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import LossError
+from mpi4dl_nb.engines.plan import Plan
 from tests.loss.losses import balanced, dice, segmenter, unbalanced
 
 PLANS = {

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.errors import ImageError
-from engines.graph.labels import LabelSpec, find_label_specs
-from engines.graph.model_graph import TensorSpec
-from engines.graph.output_meaning import find_output_meaning
-from engines.images.dataset import Subset, SyntheticImages, check_classes, check_label_shape
-from engines.images.examples import ExampleImages
-from engines.images.shard_reader import ShardReader
-from engines.plan import Plan
-from engines.train.recipe import prepare
-from engines.train.verify import make_batches
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.graph.labels import LabelSpec, find_label_specs
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.output_meaning import find_output_meaning
+from mpi4dl_nb.engines.images.dataset import Subset, SyntheticImages, check_classes, check_label_shape
+from mpi4dl_nb.engines.images.examples import ExampleImages
+from mpi4dl_nb.engines.images.shard_reader import ShardReader
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.verify import make_batches
 from tests.loss.losses import SIZE, Loss
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)

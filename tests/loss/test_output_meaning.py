@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engines.errors import PlanError
-from engines.graph.output_meaning import (
+from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.output_meaning import (
     OutputMeaning,
     choose_kind,
     choose_meaning,
@@ -18,10 +19,9 @@ from engines.graph.output_meaning import (
     compute_probabilities,
     find_output_meaning,
 )
-from engines.images.dataset import to_network_input
-from engines.plan import Plan
-from engines.train.recipe import prepare
-from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.images.dataset import to_network_input
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.loss.losses import SIZE, Loss
 
 MAPS = torch.zeros(2, 3, *SIZE)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import ImageError, LossError
-from engines.graph.labels import find_invalid_labels, find_label_specs
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace import trace
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import ImageError, LossError
+from mpi4dl_nb.engines.graph.labels import find_invalid_labels, find_label_specs
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace import trace
 
 SHAPE = 2, 3, 8, 12
 PIXEL_CLASSES, IMAGE_CLASSES = 3, 5

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.bench.memory_limit import make_ranks_in_turn
-from engines.comm.loopback import run_ranks
-from engines.graph.model_graph import TensorSpec
-from engines.plan import Plan
-from engines.train.oracle import to_plain_names
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, record_rank_run, verify
+from mpi4dl_nb.engines.bench.memory_limit import make_ranks_in_turn
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.oracle import to_plain_names
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
 from tests.loss.losses import RATE, SIZE, WHOLE, Loss, dice, dice_of_images, focal, plain, segmenter, unbalanced
 
 float64 = partial(Plan, precision="float64")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.cli import options
-from engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
 from tests import zoo
 from tests.stock import AS_WRITTEN, MORE, STOCK, Stock
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.graph.model_graph import TensorSpec
-from engines.graph.stages import find_layers
-from engines.graph.trace import trace
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.stages import find_layers
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.plan import Plan
 
 SIZE_PX = (25, 22)  # which no grid here cuts evenly
 

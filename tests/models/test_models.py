@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import engines.models
-from engines.models import (
+import mpi4dl_nb.engines.models
+from mpi4dl_nb.engines.models import (
     NORMAL,
     REDUCTION,
     Cell,
@@ -67,15 +67,15 @@ def shapes_after_blocks(model: nn.Module, image: Tensor) -> list[tuple[int, ...]
 
 
 def test_the_package_shows_exactly_the_models() -> None:
-    assert set(engines.models.__all__) == {
+    assert set(mpi4dl_nb.engines.models.__all__) == {
         "resnet20_v1",
         "resnet110_v2",
         "resnet_v1",
         "resnet_v2",
         "amoebanetd",
     }
-    for name in engines.models.__all__:
-        num_classes = inspect.signature(getattr(engines.models, name)).parameters["num_classes"]
+    for name in mpi4dl_nb.engines.models.__all__:
+        num_classes = inspect.signature(getattr(mpi4dl_nb.engines.models, name)).parameters["num_classes"]
         assert (num_classes.kind, num_classes.default) == (inspect.Parameter.KEYWORD_ONLY, 10)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from engines.cli import options
-from engines.comm.loopback import run_ranks
-from engines.train.verify import verify
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.train.verify import verify
 from tests.judged import judged
 from tests.stock import AS_WRITTEN, LOSSES, MORE, STOCK, Stock
 

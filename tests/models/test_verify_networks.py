@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.program import exchange_runner
-from engines.program.update import GradientBucket, OptimiserStep
-from engines.spatial import kernels
-from engines.train.verify import VerifyResult
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.program import exchange_runner
+from mpi4dl_nb.engines.program.update import GradientBucket, OptimiserStep
+from mpi4dl_nb.engines.spatial import kernels
+from mpi4dl_nb.engines.train.verify import VerifyResult
 from tests.models.networks import NETWORKS, make_images, train_a_little
 
 PLAN = Plan(split_size=2, slice_method="1x2")

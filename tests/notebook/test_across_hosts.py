@@ -15,8 +15,8 @@ import torch
 from jupyter_client.localinterfaces import local_ips
 from torch import nn
 
-from engines.errors import RankError
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import RankError
 from tests.hosts import left_behind
 from tests.namespaces import namespaces, why_not
 

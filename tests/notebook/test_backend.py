@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.errors import PlanError, RankError
 from mpi4dl_nb import Cluster
+from mpi4dl_nb.engines.errors import PlanError, RankError
 from mpi4dl_nb.launch import mpi_library
 
 

@@ -27,14 +27,14 @@ import psutil
 import pytest
 import torch
 
-from engines.comm import rank_server, supervisor
-from engines.comm.all_reduce import all_reduce
-from engines.comm.device import compute_threads_per_rank
-from engines.comm.notebook_imports import pack
-from engines.comm.status_board import get_status_board
-from engines.comm.world import Message, run_on_all
-from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.comm import rank_server, supervisor
+from mpi4dl_nb.engines.comm.all_reduce import all_reduce
+from mpi4dl_nb.engines.comm.device import compute_threads_per_rank
+from mpi4dl_nb.engines.comm.notebook_imports import pack
+from mpi4dl_nb.engines.comm.status_board import get_status_board
+from mpi4dl_nb.engines.comm.world import Message, run_on_all
+from mpi4dl_nb.engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from mpi4dl_nb.launch.supervisor_reports import RankExit
 from mpi4dl_nb.owned_ranks import count_alive_ranks
 from mpi4dl_nb.remote_call import RemoteCall

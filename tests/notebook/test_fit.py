@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, PlanError, TraceError
-from engines.images.augmented import Augmented
-from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
-from engines.models import UNet
-from engines.spatial.rng import compute_step_seed
-from engines.spatial.tiles import Tile
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import sgd
-from engines.train.training_events import count_predictions
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.images.augmented import Augmented
+from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.spatial.rng import compute_step_seed
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import sgd
+from mpi4dl_nb.engines.train.training_events import count_predictions
 from mpi4dl_nb.training import fit_run
 from mpi4dl_nb.training.fit_run import History
 

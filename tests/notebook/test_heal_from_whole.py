@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from engines.errors import DamagedError, UnreadableError
-from engines.train import checkpoint_reader
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import DamagedError, UnreadableError
+from mpi4dl_nb.engines.train import checkpoint_reader
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import Heard

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from engines.comm.rank_server import RankServer
-from engines.errors import LossError, PlanError, RankError
-from engines.images.dataset import SyntheticImages
-from engines.models import UNet
-from engines.plan import Plan
-from engines.predict.machines import MACHINES
-from engines.train.interrupts import StoppedError
-from engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.comm.rank_server import RankServer
+from mpi4dl_nb.engines.errors import LossError, PlanError, RankError
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.train.interrupts import StoppedError
+from mpi4dl_nb.engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.training.loops import BatchLoop
 from mpi4dl_nb.training.progress import ProgressRecorder
 from mpi4dl_nb.training.recovery import choose_plan

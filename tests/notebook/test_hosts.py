@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import PlanError, RankError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import PlanError, RankError
 from mpi4dl_nb.launch import host_agent, host_agents
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import Hosts, choose_hosts, expand_nodes, read_allocation, read_hosts
@@ -282,11 +282,16 @@ def test_a_host_without_this_python_is_told(ssh):
         Cluster(2, hosts=[FAR]).start()
 
 
+def write_other_code(folder: Path) -> None:
+    (folder / "mpi4dl_nb" / "engines").mkdir(parents=True)
+    (folder / "mpi4dl_nb" / "__init__.py").touch()
+    (folder / "mpi4dl_nb" / "engines" / "__init__.py").write_text("# other code", encoding="utf-8")
+
+
 @pytest.mark.nightly
 def test_a_host_with_other_code_is_told(ssh, tmp_path):
     """Python looks first where it was started."""
-    (tmp_path / "engines").mkdir()
-    (tmp_path / "engines" / "__init__.py").write_text("# older")
+    write_other_code(tmp_path)
     ssh(f'cd {tmp_path} && exec sh -c "$command"')
     with pytest.raises(RankError, match=rf"{FAR} is not like this one: it has code of mpi4dl_nb \w+ \(here: \w+\)"):
         Cluster(2, hosts=[FAR]).start()
@@ -450,8 +455,7 @@ def test_no_command_line_shows_the_value_of_a_variable(across, monkeypatch, tmp_
 
 def test_a_host_finds_modules_where_the_notebook_does(tmp_path, monkeypatch):
     """PYTHONPATH is sent to the agent, and not written on its command line."""
-    (tmp_path / "engines").mkdir()
-    (tmp_path / "engines" / "__init__.py").write_text("# other code", encoding="utf-8")
+    write_other_code(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = "import os; os.chdir('/'); os.environ.pop('PYTHONPATH', None); import runpy, sys; "
     posts = HostAgents({"here": [sys.executable, "-c", code + BOOT]}, str(tmp_path))

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from engines.comm.device import count_cores
-from engines.comm.world import Message
-from engines.errors import LossError, PlanError, RankError
-from engines.models import UNet, resnet20_v1
-from engines.program.effects import Phase
-from engines.program.offloader import OffloadStore
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.comm.world import Message
+from mpi4dl_nb.engines.errors import LossError, PlanError, RankError
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.offloader import OffloadStore
 from tests.zoo import Chain
 
 N = 4
@@ -148,7 +148,7 @@ def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(clu
 
 
 def test_what_was_asked_of_some_ranks_alone_is_released():
-    from engines.comm.notebook_imports import pack
+    from mpi4dl_nb.engines.comm.notebook_imports import pack
 
     with Cluster(2, backend="in_turn") as two:
         asked = two._ranks.submit(0, pack((meet, ())), pack(()))
@@ -202,7 +202,7 @@ def test_stopped_it_holds_nothing():
 BOUNDED = """
 import resource, sys, torch
 from torch import nn
-from engines.comm.device import keep_memory_tight, read_process_bytes
+from mpi4dl_nb.engines.comm.device import keep_memory_tight, read_process_bytes
 from mpi4dl_nb import Cluster, Plan, Training
 backend, away, bound_mb, side_px = sys.argv[1], sys.argv[2] == "away", int(sys.argv[3]), int(sys.argv[4])
 torch.manual_seed(0)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, PlanError, TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.training.batches import cast_numbers
 
 PLAN = Plan(split_size=1, slice_method="1x2", precision="float64")

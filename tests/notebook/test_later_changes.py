@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.errors import PlanError
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
 
 ONE = Plan(split_size=1, spatial_size=0, precision="float64")
 IMAGES, LABELS = torch.ones(2, 2, 6, 6, dtype=torch.float64), torch.tensor([0, 1])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engines.errors import ImageError
-from engines.images.picture import open_image
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.picture import open_image
 
 ROOT = Path(__file__).parents[2]
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import LostTrainingError
 from mpi4dl_nb import Cluster, Plan, RankError, Training
+from mpi4dl_nb.engines.errors import LostTrainingError
 
 IMAGES, LABELS = torch.ones(2, 3, 8, 8), torch.tensor([0, 1])
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.comm.notebook_imports import pack
-from engines.comm.start import make_command
-from engines.errors import PlanError, RankError
 from mpi4dl_nb import Cluster
+from mpi4dl_nb.engines.comm.notebook_imports import pack
+from mpi4dl_nb.engines.comm.start import make_command
+from mpi4dl_nb.engines.errors import PlanError, RankError
 from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.module_constants import parse_constants
 from mpi4dl_nb.user_modules import UserModules
@@ -344,7 +344,7 @@ def hide_packages(folder: Path) -> None:
 
 @pytest.mark.nightly
 def test_ranks_start_beside_files_called_like_our_packages(tmp_path):
-    """A folder `engines` of the user's was found in place of ours: "The Python of the ranks has no engines.comm"."""
+    """A folder of the user's was found in place of ours: "The Python of the ranks has no engines.comm"."""
     hide_packages(tmp_path)
     (tmp_path / "mine.py").write_text("RATE = 0.1")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -359,8 +359,8 @@ def test_a_rank_finds_the_packages_that_it_needs(tmp_path):
     hide_packages(tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for command in (
-        make_command("engines.comm.supervisor", sys.executable, "-P", "-c", "print('started')"),
-        make_command("engines.comm.supervisor", *make_command("ipyparallel.engine", "--version")),
+        make_command("mpi4dl_nb.engines.comm.supervisor", sys.executable, "-P", "-c", "print('started')"),
+        make_command("mpi4dl_nb.engines.comm.supervisor", *make_command("ipyparallel.engine", "--version")),
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
         assert not done.returncode, done.stderr
@@ -368,19 +368,16 @@ def test_a_rank_finds_the_packages_that_it_needs(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["engines/__init__.py", "engines.py"])
-def test_a_notebook_beside_a_folder_called_engines_is_told(name: str, tmp_path):
+def test_a_package_engines_of_the_users_changes_nothing(name: str, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("")
-    home = str(Path(__file__).parents[2])
-    for lines in ("import mpi4dl_nb", "import engines, mpi4dl_nb"):
+    (tmp_path / name).write_text("POWER_KW = 40")
+    for first, second in (("mpi4dl_nb", "engines"), ("engines", "mpi4dl_nb")):
+        code = f"import {first}, {second}; print(engines.POWER_KW, mpi4dl_nb.Plan(split_size=1).ranks)"
         done = subprocess.run(
-            [sys.executable, "-c", lines],
-            capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": home}, cwd=tmp_path,
+            [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
-        hides = str((tmp_path / name).parent if "/" in name else tmp_path / name)
-        assert (
-            f"needs its own package engines, in {home}, but Python finds {hides}, which hides it. Rename" in done.stderr
-        )
+        assert done.stdout.split() == ["40", "1"], done.stderr
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from jupyter_client import KernelManager
 
-from engines.errors import RankError
+from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import reaper_process, run_directory
 from mpi4dl_nb.launch.mpi_ranks import MpiRanks
 from mpi4dl_nb.launch.reaper_process import MARK, Reaper

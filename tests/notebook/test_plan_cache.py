@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import ImageError
-from engines.formatting import format_bytes
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import TraceCache
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.forecast import count_load, forecast, with_time
-from engines.predict.machines import MACHINES
-from engines.program.compile import compile_plan
 from mpi4dl_nb import show_ranks
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import count_load, forecast, with_time
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.plan_cache import PlanCache
 
 SHAPE = (2, 3, 32, 32)

@@ -11,10 +11,10 @@ import warnings
 import pytest
 import torch
 
-from engines.comm.output import LineBuffer, OutputLine, RankStream, RateLimiter, redirect_streams
-from engines.errors import RankError
-from engines.images.dataset import SyntheticImages
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.comm.output import LineBuffer, OutputLine, RankStream, RateLimiter, redirect_streams
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.launch.process_output import OutputPrinter, RankOutput
 
 N = 2

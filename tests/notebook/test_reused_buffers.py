@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, PlanError, RankError
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import ImageError, PlanError, RankError
 from mpi4dl_nb.training import training as training_module
 from mpi4dl_nb.training.batches import CachedBatches, copy_batch
 

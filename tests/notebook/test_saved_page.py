@@ -11,7 +11,7 @@ CELLS = [
     """
 import torch
 from torch import nn
-from engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 
 cluster = Cluster(2, backend="loopback").start()

@@ -7,8 +7,8 @@ import torch
 from IPython.core.formatters import DisplayFormatter
 from torch import nn
 
-from engines.formatting import format_bytes
 from mpi4dl_nb import Cluster, Plan, TimelineView, Training
+from mpi4dl_nb.engines.formatting import format_bytes
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import RankError
-from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.launch import mpi_library, mpi_ranks
 from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.reaper_process import is_running

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import startup_monitor
 from mpi4dl_nb.launch.cluster_processes import ClusterProcesses
 from mpi4dl_nb.launch.mpi_ranks import MpiRanks

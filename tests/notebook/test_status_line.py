@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Plan, Training, capabilities, forecast, largest_image, scaling, status_line
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.launch import startup_monitor
 from mpi4dl_nb.status_line import show_status, with_status
 

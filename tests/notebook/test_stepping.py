@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, LossError, PlanError
-from engines.graph.model_graph import TensorSpec
-from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training, show_step
+from mpi4dl_nb.engines.errors import ImageError, LossError, PlanError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import ImageError, RankError
-from engines.images.picture import open_image
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.errors import ImageError, RankError
+from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.launch.startup_monitor import check_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_ranks_start_where_warnings_are_errors_and_those_of_the_user_stay_errors
 def test_too_few_open_files_are_told_before_anything_starts(most):
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n{WORKS}"
     done = run(code)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("engines.errors.")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpi4dl_nb.engines.errors.")]
     assert f"A process may open {most} files here, but to start 2 ranks takes" in line
     assert "ulimit -n" in line
 
@@ -166,7 +166,7 @@ import os, pathlib
 from torch import nn
 import torch
 from mpi4dl_nb import Cluster, Plan, Training
-from engines.errors import CheckpointError
+from mpi4dl_nb.engines.errors import CheckpointError
 with Cluster(2, backend={backend!r}) as cluster:
     plan = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
     training = Training(nn.Conv2d(3, 2, 3), plan, cluster, (1, 3, 8, 8))

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.interrupts import Interrupts
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
+from mpi4dl_nb.engines.train.interrupts import Interrupts
 from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import SHAPE, batches, model

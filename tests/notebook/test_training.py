@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
-from engines.models import UNet, resnet20_v1
-from engines.program.update import UpdateRules
-from engines.train.optimisers import Optimiser
-from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, train_reference
-from engines.train.recipe import sgd
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.errors import ImageError, LossError, PlanError, RankError, TraceError
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.program.update import UpdateRules
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, TrainingRecord, compare, train_reference
+from mpi4dl_nb.engines.train.recipe import sgd
 
 N = 4
 TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")  # every rank has a part of the loss

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engines.comm.loopback import run_ranks
-from engines.errors import LossError, RankError
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.predict.kernel_effects import LiveBytes
-from engines.predict.rank_memory import predict_rank_memory
-from engines.program import offloader
-from engines.program.offloader import OffloadStore
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import LossError, RankError
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
+from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
+from mpi4dl_nb.engines.program import offloader
+from mpi4dl_nb.engines.program.offloader import OffloadStore
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 from tests.predict.measured import live_bytes, live_values
 
 SHAPE = (4, 3, 64, 64)
@@ -61,7 +61,7 @@ def uncounted(work):
 def reads_files(request, monkeypatch) -> bool:
     """A processor computes with what lies in the file."""
     if request.param == "brought back":
-        monkeypatch.setattr("engines.train.training.Offloader", Copying)
+        monkeypatch.setattr("mpi4dl_nb.engines.train.training.Offloader", Copying)
         monkeypatch.setattr(offloader, "_make_storageless", uncounted(offloader._make_storageless))
     return request.param == "where it lies"
 
@@ -182,7 +182,7 @@ def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeyp
     def work(world):
         training = RankTraining(world, recipe)
         with monkeypatch.context() as patch:
-            patch.setattr("engines.program.offloader._reserve", full)
+            patch.setattr("mpi4dl_nb.engines.program.offloader._reserve", full)
             with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
                 training.step(training.cut(batch))
         training.abort_step()

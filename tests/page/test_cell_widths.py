@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from engines.images.sample_data import immunohistochemistry
-from engines.models import resnet20_v1
-from engines.predict.machines import MACHINES
 from mpi4dl_nb import Cluster, Configurator, Plan, Slicer, Stepper, TimelineView, Training, Tuner, forecast
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.predict.machines import MACHINES
 from tests.page.cells import (
     AROUND_PX,
     WIDTHS_PX,

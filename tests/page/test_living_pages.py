@@ -18,10 +18,6 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 from torch import nn
 
-from engines.errors import PlanError
-from engines.images.sample_data import immunohistochemistry
-from engines.plan import Plan
-from engines.predict.machines import MACHINES
 from mpi4dl_nb import (
     Cluster,
     Configurator,
@@ -36,6 +32,10 @@ from mpi4dl_nb import (
     show_slicing,
 )
 from mpi4dl_nb.__main__ import main
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.machines import MACHINES
 
 TISSUE = immunohistochemistry()[:192, :256]
 NAME = "tissue_7.png"

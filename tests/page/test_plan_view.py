@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.machines import MACHINES
 from mpi4dl_nb import Configurator
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.machines import MACHINES
 from tests.page.harness import PageHarness
 
 SMALL = replace(MACHINES["Summit"], name="small", memory_bytes=1 << 20)

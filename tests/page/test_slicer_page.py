@@ -9,12 +9,12 @@ import pytest
 from playwright.sync_api import expect
 from torch import nn
 
-from engines.errors import ImageError
-from engines.images.sample_data import immunohistochemistry
-from engines.inference.class_map import make_colours
-from engines.models import resnet20_v1
-from engines.plan import Plan
 from mpi4dl_nb import Slicer
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
+from mpi4dl_nb.engines.inference.class_map import make_colours
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.widgets import slicer as module
 from mpi4dl_nb.widgets.page_modules import read_style
 from tests.page.harness import PageHarness

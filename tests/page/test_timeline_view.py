@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program.timeline import Timeline, TimelineEvent
 from mpi4dl_nb import TimelineView, show_timeline
 from mpi4dl_nb.draw.timeline import get_style
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 from tests.page.harness import PageHarness
 from tests.page.measures import measure_frames
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError
 from tests.peers.compare import print_comparison
 
 try:

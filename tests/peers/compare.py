@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.cli.options import FlagParser, parse_positive
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
+from mpi4dl_nb.engines.cli.options import FlagParser, parse_positive
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
 from tests.peers.jobs import JOBS, Arrays, find_job
 from tests.peers.outcome import CUT_OFF, EXACT, measure_errors
 from tests.peers.table import split_page, write_table

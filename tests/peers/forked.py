@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from engines.comm.supervisor import end_with_parent
+from mpi4dl_nb.engines.comm.supervisor import end_with_parent
 from tests.peers.jobs import Arrays, Job, find_job
 from tests.peers.outcome import CUT_OFF, Outcome
 

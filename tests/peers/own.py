@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from engines.comm.rank_server import RankServer
-from engines.errors import Mpi4dlError
-from engines.graph.model_graph import MODEL, TensorSpec
-from engines.plan import Plan
-from engines.program.compile import Compiler
-from engines.program.worker import Worker
-from engines.train.recipe import prepare
-from engines.train.training import cut_inputs
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.engines.comm.rank_server import RankServer
+from mpi4dl_nb.engines.errors import Mpi4dlError
+from mpi4dl_nb.engines.graph.model_graph import MODEL, TensorSpec
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.peers.jobs import Arrays, find_job, make_cotangent
 from tests.peers.outcome import Outcome
 from tests.peers.torch_operators import JobNetwork, to_arrays, weigh_output

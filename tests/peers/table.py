@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError
 
 BEGIN, END = "<!-- table of peers: begin -->", "<!-- table of peers: end -->"
 Line = Mapping[str, object]

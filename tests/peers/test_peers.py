@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError
 from tests.peers import compare
 from tests.peers.forked import run_forked
 from tests.peers.jobs import JOBS, Arrays, Job

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engines.errors import PlanError
-from engines.program.make_schedule import make_schedule
-from engines.program.schedule import Batch, compute_bubble_share
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.program.make_schedule import make_schedule
+from mpi4dl_nb.engines.program.schedule import Batch, compute_bubble_share
 
 LINES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 RANKS, MICRO_BATCHES = (1, 2, 3, 4, 8), range(1, 17)

@@ -6,9 +6,9 @@ import shlex
 
 from hypothesis import strategies as st
 
-from engines.cli import options
-from engines.errors import PlanError
-from engines.plan import Plan
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
 
 MODELS = ("Skips", "Segmenter", "Chain")
 GRIDS = ("1x1", "1x2", "2x1", "2x2", "1x3", "3x1")
@@ -17,7 +17,7 @@ SIZES = ("16x16", "19x22", "24x16")
 
 def command(flags: list[str], ranks: int) -> str:
     """What a person types to see the same."""
-    return f"mpiexec --with-ft ulfm -n {ranks} python -m mpi4py -m engines verify {shlex.join(flags)}"
+    return f"mpiexec --with-ft ulfm -n {ranks} python -m mpi4py -m mpi4dl_nb.engines verify {shlex.join(flags)}"
 
 
 def plan_of(flags: list[str]) -> Plan:

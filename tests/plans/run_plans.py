@@ -14,10 +14,10 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from engines.cli import options
-from engines.comm.mpi import MpiWorld
-from engines.train.recipe import Recipe
-from engines.train.verify import verify
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.mpi import MpiWorld
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.verify import verify
 
 
 def attempt(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) -> str:

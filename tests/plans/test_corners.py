@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
-from engines.program.effects import Phase
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import verify
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import verify
 from tests.zoo import Segmenter, Skips
 
 

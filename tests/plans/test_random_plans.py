@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, seed, settings
 from torch import nn
 
-from engines.cli import options
-from engines.comm.loopback import run_ranks
-from engines.graph import trace_cache
-from engines.graph.trace import trace
-from engines.train.verify import verify
+from mpi4dl_nb.engines.cli import options
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.graph import trace_cache
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.train.verify import verify
 from tests.plans.drawn_plans import command, plans
 from tests.sampling import SEED
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import TraceCache
-from engines.plan import Plan
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.plan import Plan
 from tests.zoo import Skips
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engines.comm.loopback import run_ranks
-from engines.predict.kernel_effects import LiveBytes
-from engines.program.program import Program
-from engines.program.worker import Worker
-from engines.train.recipe import Recipe
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.train.recipe import Recipe
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 
 def live_values(worker: Worker) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from engines.errors import PlanError
-from engines.predict.machine import Machine, Speed, interpolate
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.predict.machine import Machine, Speed, interpolate
 
 FIXED_S, BYTES_PER_S = 1e-4, 3e10
 TWINS = (1 << 17, 132_000, 137_000)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines.graph.model_graph import TensorSpec
-from engines.predict.cores import RunQueue
-from engines.predict.cost import ComputeWork, CostModel
-from engines.predict.simulate import simulate
-from engines.program.effects import Phase
-from engines.program.instructions import AllReduce, SumGradients
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.predict.cores import RunQueue
+from mpi4dl_nb.engines.predict.cost import ComputeWork, CostModel
+from mpi4dl_nb.engines.predict.simulate import simulate
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import AllReduce, SumGradients
 from tests.predict.test_simulate import BACKWARD, BYTE_PER_S, FORWARD, compute, ends, toy, transfer
 
 TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from engines.formatting import format_bytes, format_number
-from engines.graph.trace_cache import TraceCache
-from engines.plan import Plan
-from engines.predict.explain import KINDS, classify_plan, describe_plan, explain
-from engines.predict.forecast import forecast
-from engines.predict.search import generate_plans, search
-from engines.program.timeline import SHARES, compute_time_shares
+from mpi4dl_nb.engines.formatting import format_bytes, format_number
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import KINDS, classify_plan, describe_plan, explain
+from mpi4dl_nb.engines.predict.forecast import forecast
+from mpi4dl_nb.engines.predict.search import generate_plans, search
+from mpi4dl_nb.engines.program.timeline import SHARES, compute_time_shares
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 

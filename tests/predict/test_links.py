@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from engines.graph.model_graph import TensorSpec
-from engines.predict.cost import CostModel
-from engines.predict.links import AllReduceCost
-from engines.predict.machine import Link, Machine, Speed
-from engines.program.effects import Phase
-from engines.program.exchange import Exchange
-from engines.program.instructions import AllReduce, SumGradients
-from engines.spatial.tiles import Move
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.predict.cost import CostModel
+from mpi4dl_nb.engines.predict.links import AllReduceCost
+from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.instructions import AllReduce, SumGradients
+from mpi4dl_nb.engines.spatial.tiles import Move
 from tests.predict.test_simulate import PX, compute, ends, run, toy
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE

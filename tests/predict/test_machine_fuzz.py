@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import PlanError
-from engines.predict.machine import interpolate
-from engines.predict.machines import MACHINES
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.predict.machine import interpolate
+from mpi4dl_nb.engines.predict.machines import MACHINES
 from tests.fuzz.__main__ import run_elsewhere
 
 

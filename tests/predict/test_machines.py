@@ -9,18 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.predict.cost import CostModel, estimate_segment_work
-from engines.predict.forecast import Forecast, forecast
-from engines.predict.machine import Machine
-from engines.predict.machines import BUSY, HALF_NAME, LAUNCH_S, MACHINES, MEMORY_SHARE, PASSES, resolve_machine
-from engines.predict.published import RESNET_50
-from engines.predict.published_replay import PublishedReplay, StudyRun
-from engines.predict.sizes import Sizes
-from engines.predict.tallies import BY_ARITHMETIC, CLASSES, OpTally, SegmentTally
-from engines.program.effects import Phase
 from mpi4dl_nb.draw.rank_map import describe_forecast
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.cost import CostModel, estimate_segment_work
+from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machines import (
+    BUSY,
+    HALF_NAME,
+    LAUNCH_S,
+    MACHINES,
+    MEMORY_SHARE,
+    PASSES,
+    resolve_machine,
+)
+from mpi4dl_nb.engines.predict.published import RESNET_50
+from mpi4dl_nb.engines.predict.published_replay import PublishedReplay, StudyRun
+from mpi4dl_nb.engines.predict.sizes import Sizes
+from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, CLASSES, OpTally, SegmentTally
+from mpi4dl_nb.engines.program.effects import Phase
 from tests.predict.test_simulate import FLAT
 
 ALL = pytest.mark.parametrize("name", MACHINES)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.predict.rank_memory import predict_rank_memory
-from engines.predict.rank_tally import build_tally
-from engines.program.compile import compile_plan
-from engines.program.instructions import SumGradients
-from engines.train.recipe import prepare, sgd
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
+from mpi4dl_nb.engines.predict.rank_tally import build_tally
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.instructions import SumGradients
+from mpi4dl_nb.engines.train.recipe import prepare, sgd
 from tests.predict.measured import live_bytes
 
 ADAM = partial(torch.optim.Adam, lr=1e-3)

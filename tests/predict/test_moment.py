@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from engines.graph.trace_cache import TraceCache
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.predict.rank_memory import predict_plan_memory, predict_rank_memory
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.rank_memory import predict_plan_memory, predict_rank_memory
 
 PLANS = [
     Plan(split_size=2),

@@ -14,13 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.comm.loopback import run_ranks
-from engines.errors import PlanError
-from engines.models import chain
-from engines.predict import calibrate as calibrating
-from engines.predict.calibration_runs import CalibrationTimes
-from engines.predict.machine import Machine
-from engines.predict.machine_checks import (
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import calibrate_cluster as from_notebook
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.models import chain
+from mpi4dl_nb.engines.predict import calibrate as calibrating
+from mpi4dl_nb.engines.predict.calibration_runs import CalibrationTimes
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.machine_checks import (
     MOST_ELSEWHERE,
     MOST_SPREAD,
     Noise,
@@ -28,11 +31,8 @@ from engines.predict.machine_checks import (
     compute_foreign_share,
     compute_spread,
 )
-from engines.predict.machines import MACHINES
-from engines.train import rank_functions
-from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb import calibrate_cluster as from_notebook
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.train import rank_functions
 from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.training.recovery import choose_plan
 from tests.predict.test_simulate import FLAT

@@ -1,4 +1,4 @@
-"""`python -m engines plans`: the best plans for a known machine, by speed or by memory, within a limit."""
+"""`python -m mpi4dl_nb.engines plans`: the best plans for a known machine, by speed or by memory, within a limit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from engines.cli.plans_command import run_plans
-from engines.errors import PlanError
+from mpi4dl_nb.engines.cli.plans_command import run_plans
+from mpi4dl_nb.engines.errors import PlanError
 
 FLAGS = ("--model", "resnet20_v1", "--image-size", "64", "--ranks", "2", "--batch-size", "2")
 

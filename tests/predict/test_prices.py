@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict import kernel_effects, kernel_timer
-from engines.predict.cost import ComputeWork, build_step_actions, estimate_segment_work
-from engines.predict.kernel_timer import (
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict import kernel_effects, kernel_timer
+from mpi4dl_nb.engines.predict.cost import ComputeWork, build_step_actions, estimate_segment_work
+from mpi4dl_nb.engines.predict.kernel_timer import (
     KernelTimer,
     KernelTimes,
     LayerSize,
@@ -22,9 +22,9 @@ from engines.predict.kernel_timer import (
     compute_speeds,
     make_calls,
 )
-from engines.predict.machine import Machine, Speed
-from engines.predict.rank_tally import build_tallies, build_tally
-from engines.predict.tallies import (
+from mpi4dl_nb.engines.predict.machine import Machine, Speed
+from mpi4dl_nb.engines.predict.rank_tally import build_tallies, build_tally
+from mpi4dl_nb.engines.predict.tallies import (
     BY_ARITHMETIC,
     CLASSES,
     OpTally,
@@ -32,11 +32,11 @@ from engines.predict.tallies import (
     classify_kernel,
     get_convolution_shape,
 )
-from engines.program.compile import compile_plan
-from engines.program.effects import Phase
-from engines.program.program import LEAST_BYTES
-from engines.spatial.tiles import Move, Span, Tile
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.program import LEAST_BYTES
+from mpi4dl_nb.engines.spatial.tiles import Move, Span, Tile
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
 
 SHARED = replace(BYTE_PER_S, cores=2)
@@ -248,7 +248,7 @@ def _work_s(program, counted, machine: Machine) -> float:
 @pytest.mark.parametrize(("copies", "cache_bytes", "more_s"), [(0, 9, 0), (1, 9, 0.5), (3, 9, 1.5), (3, 1, 0.75)])
 def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(copies, cache_bytes, more_s, monkeypatch):
     """Work on two bytes, copied at four a second; nobody has waited before the one behind it."""
-    monkeypatch.setattr("engines.predict.cost._CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("mpi4dl_nb.engines.predict.cost._CACHE_BYTES", cache_bytes)
     works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
     program, counted = toy(1, works, {"a": 2, "b": 2})
     machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_copies=copies)

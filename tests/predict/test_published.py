@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from engines.cli.command import format_outcomes, run_published
-from engines.errors import PlanError
-from engines.predict.machines import MACHINES
-from engines.predict.published import PUBLISHED
-from engines.predict.published_replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
+from mpi4dl_nb.engines.cli.command import format_outcomes, run_published
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.predict.published import PUBLISHED
+from mpi4dl_nb.engines.predict.published_replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
 
 ROWS = {row.name: row for row in PUBLISHED}
 HALF_AS_FAST = RunResult(images_per_s=50.0, ranks=2, peak_bytes=3 << 30, work=0.5, messages=0.1, waiting=0.4)

@@ -7,17 +7,17 @@ from functools import partial
 
 import pytest
 
-from engines.comm.loopback import run_ranks
-from engines.predict.calibrate import Calibration
-from engines.predict.calibration_runs import (
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.predict.calibrate import Calibration
+from mpi4dl_nb.engines.predict.calibration_runs import (
     CalibrationRecipes,
     CalibrationTimes,
     RunComparison,
     fit_machine,
     prepare_recipes,
 )
-from engines.predict.machine import Machine
-from engines.predict.tallies import CLASSES
+from mpi4dl_nb.engines.predict.machine import Machine
+from mpi4dl_nb.engines.predict.tallies import CLASSES
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4

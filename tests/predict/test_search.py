@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes
-from engines.graph.trace_cache import TraceCache
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.forecast import forecast
-from engines.predict.search import generate_plans, search
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.forecast import forecast
+from mpi4dl_nb.engines.predict.search import generate_plans, search
 from tests.predict.test_simulate import FLAT
 
 

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.errors import PlanError
-from engines.graph.model_graph import TensorSpec
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.machine import Machine, Speed
-from engines.predict.rank_tally import build_tally
-from engines.predict.simulate import simulate
-from engines.predict.tallies import CLASSES, DirectionTally, OpTally, RankTally, SegmentTally
-from engines.program.compile import compile_plan
-from engines.program.effects import Phase
-from engines.program.exchange import Exchange
-from engines.program.instructions import AllReduce, Compute
-from engines.program.program import DirectionProgram, Program, Step
-from engines.spatial.tiles import Move, Tile
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.machine import Machine, Speed
+from mpi4dl_nb.engines.predict.rank_tally import build_tally
+from mpi4dl_nb.engines.predict.simulate import simulate
+from mpi4dl_nb.engines.predict.tallies import CLASSES, DirectionTally, OpTally, RankTally, SegmentTally
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.instructions import AllReduce, Compute
+from mpi4dl_nb.engines.program.program import DirectionProgram, Program, Step
+from mpi4dl_nb.engines.spatial.tiles import Move, Tile
+from mpi4dl_nb.engines.train.recipe import prepare
 
 PX = Tile.whole(1, 2)  # two pixels of float32: 8 bytes
 BYTE_PER_S = Machine("toy", "by hand", {"pointwise": (Speed((1.0,), 1.0, 0.5),)}, latency_s=0.5, bytes_per_s=16.0)

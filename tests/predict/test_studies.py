@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from torch import Tensor, nn
 
-from engines.errors import PlanError
-from engines.formatting import format_bytes
-from engines.plan import Plan
-from engines.predict.explain import KINDS, classify_plan
-from engines.predict.forecast import forecast
-from engines.predict.rank_memory import predict_plan_memory
-from engines.predict.search import generate_plans
-from engines.predict.sizes import Sizes, largest_image
-from engines.predict.studies import capabilities, scaling, select_plans
-from engines.program.timeline import compute_time_shares
 from mpi4dl_nb.draw.scaling import show_limits
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.explain import KINDS, classify_plan
+from mpi4dl_nb.engines.predict.forecast import forecast
+from mpi4dl_nb.engines.predict.rank_memory import predict_plan_memory
+from mpi4dl_nb.engines.predict.search import generate_plans
+from mpi4dl_nb.engines.predict.sizes import Sizes, largest_image
+from mpi4dl_nb.engines.predict.studies import capabilities, scaling, select_plans
+from mpi4dl_nb.engines.program.timeline import compute_time_shares
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 
@@ -103,7 +103,7 @@ def test_limits_at_the_ends(monkeypatch):
     assert none.next_bytes > 100
     all_of_them = largest_image(MODEL, ONE, SMALL, most_px=128, step_px=64, rank_bytes=1 << 30)
     assert (all_of_them.size_px, all_of_them.next_bytes) == (128, None)
-    monkeypatch.setattr("engines.predict.sizes.START_PX", 16)  # 16 rows of pixels cannot be cut so
+    monkeypatch.setattr("mpi4dl_nb.engines.predict.sizes.START_PX", 16)  # 16 rows of pixels cannot be cut so
     found = largest_image(MODEL, Plan(split_size=1, slice_method="40x1"), SMALL, step_px=16)
     assert found.bytes <= ROOM < found.next_bytes
     with pytest.raises(PlanError, match=r"is not known\. Say it: rank_bytes="):

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engines.comm import streams
-from engines.comm.loopback import LoopbackWorld
-from engines.comm.world import Message, Pending
-from engines.program import exchange_runner, message_buffers, update
+from mpi4dl_nb.engines.comm import streams
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld
+from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.program import exchange_runner, message_buffers, update
 
 HOST_MEMORY = torch.device("cpu", 1)  # another one than that of kernels, for those who ask
 _UNREAD = ("aten::empty_like", "aten::zeros_like", "aten::full_like", "aten::new_empty", "aten::new_zeros")

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.step import bench_compiled
-from engines.comm.world import World
-from engines.errors import PlanError, RankError
-from engines.plan import Plan
-from engines.program.rank_scheduler import RankScheduler
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, verify
+from mpi4dl_nb.engines.bench.step import bench_compiled
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, verify
 from tests.zoo import Chain, Segmenter, Skips
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch by torch, when it compiles
@@ -133,7 +133,7 @@ def test_what_cannot_be_compiled_is_named(backward: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.nightly
 def test_a_process_that_compiles_has_no_others_for_it():
-    asked = "import engines.train.training, torch._inductor.config as config; print(config.compile_threads)"
+    asked = "import mpi4dl_nb.engines.train.training, torch._inductor.config as config; print(config.compile_threads)"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
     told = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout == "1\n"

@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench.memory_limit import make_ranks_in_turn
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.world import Pending
-from engines.errors import RankError
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.program.exchange import Exchange
-from engines.program.exchange_runner import ExchangeRunner
-from engines.program.instructions import Compute
-from engines.program.message_buffers import MessageBuffer, SendQueue
-from engines.program.program import Step
-from engines.program.update import GradientBucket
-from engines.program.worker import Worker
-from engines.train.debug_step import RankStepper
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, verify
+from mpi4dl_nb.engines.bench.memory_limit import make_ranks_in_turn
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.comm.world import Pending
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner
+from mpi4dl_nb.engines.program.instructions import Compute
+from mpi4dl_nb.engines.program.message_buffers import MessageBuffer, SendQueue
+from mpi4dl_nb.engines.program.program import Step
+from mpi4dl_nb.engines.program.update import GradientBucket
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.train.debug_step import RankStepper
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, verify
 
 plan64 = partial(Plan, precision="float64")
 CASES = {

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.communication import ThrottledWorld
-from engines.bench.halo import run_forward
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.models import UNet
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.effects import Phase
-from engines.program.exchange import Exchange
-from engines.program.exchange_runner import make_exchange_runners
-from engines.program.instructions import Compute
-from engines.program.message_buffers import SendQueue
-from engines.program.program import Program, count_traffic
-from engines.spatial.tiles import Grid
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import verify
+from mpi4dl_nb.engines.bench.communication import ThrottledWorld
+from mpi4dl_nb.engines.bench.halo import run_forward
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
+from mpi4dl_nb.engines.program.instructions import Compute
+from mpi4dl_nb.engines.program.message_buffers import SendQueue
+from mpi4dl_nb.engines.program.program import Program, count_traffic
+from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 from tests.predict.measured import live_values
 from tests.sampling import trials

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.world import Message, Pending
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 LATE_S = 0.003
 

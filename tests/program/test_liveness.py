@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.predict.rank_memory import predict_rank_memory
-from engines.program.program import DirectionProgram, LiveValues
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
+from mpi4dl_nb.engines.program.program import DirectionProgram, LiveValues
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.predict.measured import live_bytes
 
 PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")

@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
-from engines.graph.model_graph import ModelGraph
-from engines.plan import Plan
-from engines.program.compile import Compiler
-from engines.program.effects import Phase
-from engines.program.exchange import Exchange
-from engines.program.instructions import Update
-from engines.program.program import Program
-from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.instructions import Update
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
+from mpi4dl_nb.engines.train.recipe import prepare
 
 PLANS = {
     "tiles and a joint": Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 2)),

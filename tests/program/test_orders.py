@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program import compile as compiling
-from engines.program.compile import compile_plan, make_buckets
-from engines.program.effects import Phase
-from engines.program.instructions import Compute, SumGradients
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program import compile as compiling
+from mpi4dl_nb.engines.program.compile import compile_plan, make_buckets
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.instructions import Compute, SumGradients
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.zoo import Chain
 
 

@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from engines.comm import streams
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.program import exchange_runner, update
-from engines.train.oracle import TrainingRecord
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import compare_records, make_batches, record_rank_run
+from mpi4dl_nb.engines.comm import streams
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program import exchange_runner, update
+from mpi4dl_nb.engines.train.oracle import TrainingRecord
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import compare_records, make_batches, record_rank_run
 from tests.program.streams import RaceError, rank, use_streams, watched
 
 plan64 = partial(Plan, precision="float64")

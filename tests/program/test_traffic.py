@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.world import Message, Pending
-from engines.models import UNet
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.program import count_traffic
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.program import count_traffic
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.predict.measured import live_values
 
 PLANS = [

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.effects import Phase
-from engines.program.exchange import Exchange
-from engines.program.instructions import AllReduce, Compute, SumGradients, Update
-from engines.program.program import Program
-from engines.program.worker import Worker
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import cut_inputs
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, SumGradients, Update
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.exact import whole_numbers
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from engines.comm.all_reduce import AllReduceRequest, all_reduce
-from engines.comm.world import Message, World
-from engines.errors import RankError
-from engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
-from engines.plan import Plan
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import verify
+from mpi4dl_nb.engines.comm.all_reduce import AllReduceRequest, all_reduce
+from mpi4dl_nb.engines.comm.world import Message, World
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import verify
 
 RANKS = 4
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines.comm import mpi
-from engines.comm.mpi import MpiWorld
-from engines.comm.nccl import PATIENCE, Collectives, NcclAllReduce, OrderedStarter
-from engines.errors import RankError, ReleasedError
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, verify
+from mpi4dl_nb.engines.comm import mpi
+from mpi4dl_nb.engines.comm.mpi import MpiWorld
+from mpi4dl_nb.engines.comm.nccl import PATIENCE, Collectives, NcclAllReduce, OrderedStarter
+from mpi4dl_nb.engines.errors import RankError, ReleasedError
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run import main

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engines.comm.mpi import MpiWorld
-from engines.errors import RankError
+from mpi4dl_nb.engines.comm.mpi import MpiWorld
+from mpi4dl_nb.engines.errors import RankError
 
 
 def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.comm import nccl
-from engines.comm.device import get_gpu_id
-from engines.comm.nccl import OrderedStarter, make_collectives
-from engines.comm.world import World
-from engines.errors import ReleasedError
+from mpi4dl_nb.engines.comm import nccl
+from mpi4dl_nb.engines.comm.device import get_gpu_id
+from mpi4dl_nb.engines.comm.nccl import OrderedStarter, make_collectives
+from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.errors import ReleasedError
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

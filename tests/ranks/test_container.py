@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.comm.device import count_cores, get_memory_bytes
+from mpi4dl_nb.engines.comm.device import count_cores, get_memory_bytes
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])

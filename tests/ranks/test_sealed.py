@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from engines.comm import world
-from engines.comm.world import pack_value, unpack_value
-from engines.errors import ReleasedError
+from mpi4dl_nb.engines.comm import world
+from mpi4dl_nb.engines.comm.world import pack_value, unpack_value
+from mpi4dl_nb.engines.errors import ReleasedError
 
 PLAIN = (None, True, 0, -(2**70), 0.1, float("inf"), "", "Rank 2: für „alle“ \ud800")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.comm import start
+from mpi4dl_nb.engines.comm import start
 from mpi4dl_nb.launch.run_directory import RunDirectory
 
 SHOW = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]

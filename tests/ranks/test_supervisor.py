@@ -12,18 +12,22 @@ import time
 import psutil
 import pytest
 
-from engines.comm.status_board import RankStatus, StatusBoard, report_working
-from engines.comm.supervisor import MARK
+from mpi4dl_nb.engines.comm.status_board import RankStatus, StatusBoard, report_working
+from mpi4dl_nb.engines.comm.supervisor import MARK
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank, SupervisorReports
 from mpi4dl_nb.remote_call import find_hang
 
-SAYS = "from engines.comm.status_board import StatusBoard; StatusBoard.from_environment().report(b'forward pass', 3)"
+SUPERVISOR = "mpi4dl_nb.engines.comm.supervisor"
+SAYS = (
+    "from mpi4dl_nb.engines.comm.status_board import StatusBoard; "
+    "StatusBoard.from_environment().report(b'forward pass', 3)"
+)
 
 
 def supervised(code: str, **more: object) -> subprocess.Popen[bytes]:
     """A supervisor, and under it a Python that does this."""
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "4"}
-    command = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", code]
+    command = [sys.executable, "-m", SUPERVISOR, sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, **more)
 
 
@@ -82,7 +86,14 @@ def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
 @pytest.mark.nightly
 def test_the_rank_ends_with_whoever_has_started_its_supervisor():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
-    supervisor = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(300)"]
+    supervisor = [
+        sys.executable,
+        "-m",
+        "mpi4dl_nb.engines.comm.supervisor",
+        sys.executable,
+        "-c",
+        "import time; time.sleep(300)",
+    ]
     code = f"import subprocess, time; print(subprocess.Popen({supervisor!r}).pid, flush=True); time.sleep(300)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     found = psutil.Process(int(starter.stdout.readline()))
@@ -111,7 +122,11 @@ def test_a_child_whose_parent_has_died_before_it_could_ask_for_a_signal_ends():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     child = subprocess.run(
-        [sys.executable, "-c", f"from engines.comm.supervisor import end_with_parent; end_with_parent({gone.pid})"],
+        [
+            sys.executable,
+            "-c",
+            f"from {SUPERVISOR} import end_with_parent; end_with_parent({gone.pid})",
+        ],
         check=False,
     )
     assert child.returncode == -signal.SIGKILL

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.comm.loopback import run_ranks
-from engines.comm.world import SubGroup, pack_value, unpack_value
-from engines.errors import ReleasedError
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.comm.world import SubGroup, pack_value, unpack_value
+from mpi4dl_nb.engines.errors import ReleasedError
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -89,7 +89,7 @@ def test_a_packed_value_may_be_as_long_as_any_message(value):
 
 SIZES = """
 import torch
-from engines.comm.mpi import _make_buffer
+from mpi4dl_nb.engines.comm.mpi import _make_buffer
 print(*(_make_buffer(torch.empty(size, dtype=torch.uint8))[1] for size in (0, 1, 6, 48)))
 for size in (2**34 + 4, 2**36):
     try:

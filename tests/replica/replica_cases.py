@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from engines.comm.world import SubGroup, World
-from engines.errors import RankError
-from engines.plan import Plan
-from engines.train.asynchrony import Asynchrony, ReplicaStudy
-from engines.train.oracle import ReferenceTraining, to_plain_names, train_reference
-from engines.train.recipe import Recipe, prepare
-from engines.train.train_replicas import replay, train_replicas
-from engines.train.verify import verify
+from mpi4dl_nb.engines.comm.world import SubGroup, World
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony, ReplicaStudy
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, to_plain_names, train_reference
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.train_replicas import replay, train_replicas
+from mpi4dl_nb.engines.train.verify import verify
 from tests.zoo import Chain, Skips
 
 RANKS, SHAPE = 7, (2, 3, 10, 12)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from engines.comm.loopback import run_ranks
-from engines.comm.world import SubGroup
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.train.asynchrony import Asynchrony, ReplicaStudy
-from engines.train.train_replicas import replay, train_replicas
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.comm.world import SubGroup
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.asynchrony import Asynchrony, ReplicaStudy
+from mpi4dl_nb.engines.train.train_replicas import replay, train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, feed, made, recipe_of
 from tests.zoo import Chain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.train.asynchrony import VersionTracker
+from mpi4dl_nb.engines.train.asynchrony import VersionTracker
 
 
 @given(replicas=st.integers(1, 6), bound=st.integers(0, 7), data=st.data())

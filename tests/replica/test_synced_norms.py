@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import PlanError
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
 from tests.training.test_verify import SGD
 
 REPLICAS = {

@@ -18,18 +18,18 @@ from hypothesis import assume, find, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.graph.model_graph import Ref, TensorSpec
-from engines.program.builder import Builder
-from engines.program.effects import Phase
-from engines.program.program import DirectionProgram, Program, ShardSpec, Step
-from engines.program.value_layout import ValueLayout
-from engines.program.worker import Worker
-from engines.spatial import kernels
-from engines.spatial.kernels import pad_pixels
-from engines.spatial.layout import StageRanks
-from engines.spatial.tiles import Axes, Grid, Tile
-from engines.spatial.windows import SlidingWindow, compute_halo_widths, compute_window
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
+from mpi4dl_nb.engines.program.value_layout import ValueLayout
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.spatial import kernels
+from mpi4dl_nb.engines.spatial.kernels import pad_pixels
+from mpi4dl_nb.engines.spatial.layout import StageRanks
+from mpi4dl_nb.engines.spatial.tiles import Axes, Grid, Tile
+from mpi4dl_nb.engines.spatial.windows import SlidingWindow, compute_halo_widths, compute_window
 from tests.exact import finish, whole_numbers
 from tests.sampling import trials
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import TraceError
-from engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds

@@ -9,14 +9,22 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.models import resnet_v2
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.exchange import Exchange
-from engines.program.program import Program
-from engines.spatial.tiles import Grid, Span, Tile
-from engines.spatial.windows import HaloCost, Shift, SlidingWindow, ValueCost, WindowRead, extend_tiles, group_cheapest
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.models import resnet_v2
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
+from mpi4dl_nb.engines.spatial.windows import (
+    HaloCost,
+    Shift,
+    SlidingWindow,
+    ValueCost,
+    WindowRead,
+    extend_tiles,
+    group_cheapest,
+)
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import assert_exact, tiled, whole_numbers
 
 SAME = SlidingWindow(kernel=3, padding=1)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.plan import Plan
-from engines.spatial import rng
-from engines.spatial.rng import compute_step_seed, sample_uniform
-from engines.spatial.tiles import Grid
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial import rng
+from mpi4dl_nb.engines.spatial.rng import compute_step_seed, sample_uniform
+from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds

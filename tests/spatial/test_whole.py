@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.errors import PlanError, TraceError
-from engines.program.compile import Compiler
-from engines.program.exchange import Exchange
-from engines.spatial.local_rules import WHOLE_PX
-from engines.spatial.tiles import Grid
-from engines.train.recipe import prepare
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.spatial.local_rules import WHOLE_PX
+from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import close, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from engines.comm.world import Message
-from engines.errors import RankError
-from engines.program.rank_scheduler import RankScheduler
+from mpi4dl_nb.engines.comm.world import Message
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler
 
 
 @pytest.fixture

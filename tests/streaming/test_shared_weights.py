@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import run_ranks
-from engines.comm.world import SubGroup, World
-from engines.errors import LossError, RankError
-from engines.plan import Plan
-from engines.program.instructions import FiniteCheckAllReduce
-from engines.program.rank_scheduler import RankScheduler
-from engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
-from engines.train.oracle import TrainingRecord
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining, cut_inputs
-from engines.train.verify import compare_records, make_batches, record_rank_run
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.comm.world import SubGroup, World
+from mpi4dl_nb.engines.errors import LossError, RankError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.instructions import FiniteCheckAllReduce
+from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler
+from mpi4dl_nb.engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
+from mpi4dl_nb.engines.train.oracle import TrainingRecord
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining, cut_inputs
+from mpi4dl_nb.engines.train.verify import compare_records, make_batches, record_rank_run
 
 SHAPE = (4, 3, 16, 16)
 BOTH = {"precision": "float64"}

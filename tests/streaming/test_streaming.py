@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.memory_limit import make_ranks_in_turn
-from engines.errors import LossError, RankError
-from engines.graph.model_graph import to_user_name
-from engines.plan import Plan
-from engines.program import offloader
-from engines.program.worker import Worker
-from engines.train.oracle import ReferenceTraining, to_plain_names
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches
+from mpi4dl_nb.engines.bench.memory_limit import make_ranks_in_turn
+from mpi4dl_nb.engines.errors import LossError, RankError
+from mpi4dl_nb.engines.graph.model_graph import to_user_name
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program import offloader
+from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, to_plain_names
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches
 
 SHAPE = (2, 3, 48, 40)
 
@@ -180,11 +180,20 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         make(PLANS["2x2"], tmp_path / "nowhere", steps=1)
 
 
-ONE_STAGE = ("--model", "engines.models:chain", "--split-size", 1, "--spatial-size", 1, "--slice-method", "3x1")
+ONE_STAGE = (
+    "--model",
+    "mpi4dl_nb.engines.models:chain",
+    "--split-size",
+    1,
+    "--spatial-size",
+    1,
+    "--slice-method",
+    "3x1",
+)
 
 
 def streaming(mpiexec, *flags):
-    return mpiexec(1, "-m", "engines", "bench", "streaming", *ONE_STAGE, "--iterations", 1, *flags)
+    return mpiexec(1, "-m", "mpi4dl_nb.engines", "bench", "streaming", *ONE_STAGE, "--iterations", 1, *flags)
 
 
 @pytest.mark.nightly

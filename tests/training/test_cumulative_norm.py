@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.plan import Plan
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
 
 SHAPE, STEPS = (4, 3, 8, 12), 3
 FLOAT64 = partial(Plan, precision="float64")

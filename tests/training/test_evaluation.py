@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.images.dataset import SyntheticImages
-from engines.plan import Plan
-from engines.spatial.tiles import Tile
-from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
-from engines.train.recipe import prepare
-from engines.train.training import RankTraining
-from engines.train.training_events import Scores, count_predictions
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.training_events import Scores, count_predictions
 
 SIZE, CLASSES = (16, 24), 3
 PLANS = {

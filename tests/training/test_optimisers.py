@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 
-from engines.errors import PlanError
-from engines.plan import Plan
-from engines.train.optimiser_trial import count_states
-from engines.train.optimisers import collect_parameter_specs
-from engines.train.recipe import prepare
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.optimiser_trial import count_states
+from mpi4dl_nb.engines.train.optimisers import collect_parameter_specs
+from mpi4dl_nb.engines.train.recipe import prepare
 
 SHAPE = (4, 3, 12, 10)
 STAGES = Plan(split_size=3, spatial_size=0, precision="float64")
@@ -279,7 +279,7 @@ def test_states_are_counted_on_the_models_shapes(optimiser: Callable[..., Any], 
 
 
 def test_states_are_counted_on_a_large_weight_if_all_are_large(monkeypatch):
-    monkeypatch.setattr("engines.train.optimiser_trial._COUNTED", 3)
+    monkeypatch.setattr("mpi4dl_nb.engines.train.optimiser_trial._COUNTED", 3)
     specs = collect_parameter_specs(nn.Linear(2, 2, bias=False), None, torch.float32)
     assert count_states(torch.optim.Adam, specs) == 2
 

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.graph.stages import find_layers
-from engines.graph.trace import trace
-from engines.models import UNet, resnet20_v1
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.exchange import Exchange
-from engines.program.instructions import AllReduce
-from engines.program.update import SCALE
-from engines.train.oracle import ReferenceTraining
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, record_rank_run, verify
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.graph.stages import find_layers
+from mpi4dl_nb.engines.graph.trace import trace
+from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.instructions import AllReduce
+from mpi4dl_nb.engines.program.update import SCALE
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
 
 HALVES = ["bfloat16", "float16"]
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet": resnet20_v1, "unet": lambda: UNet(num_classes=3, width=8)}
@@ -251,7 +251,7 @@ def test_no_rank_updates_where_one_gradient_is_not_finite():
 
 
 def test_the_scale_grows_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr("engines.program.update.GOOD_STEPS", 2)
+    monkeypatch.setattr("mpi4dl_nb.engines.program.update.GOOD_STEPS", 2)
     recipe = recipe_of(nn.Conv2d(3, 2, 1), "float16", (2, 3, 4, 4), split_size=1, slice_method="1x2")
     whole = make_batches(recipe, seed=0, steps=1)[0]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.images.augmented import Augmented
-from engines.images.dataset import LabelledImages
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.images.augmented import Augmented
+from mpi4dl_nb.engines.images.dataset import LabelledImages
 from tests import real
 
 pytestmark = pytest.mark.skipif(

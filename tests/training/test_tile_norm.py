@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.instructions import AllReduce
-from engines.spatial.tiles import Grid
-from engines.train.oracle import Comparison, ReferenceTraining, TrainingRecord, compare, train_reference
-from engines.train.recipe import Recipe, prepare
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, record_rank_run
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.instructions import AllReduce
+from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.train.oracle import Comparison, ReferenceTraining, TrainingRecord, compare, train_reference
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run
 
 APART = {"sync_batchnorm": False, "precision": "float64"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.plan import Plan
-from engines.train.oracle import ReferenceTraining
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, record_rank_run, verify
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
 from tests.checkpoint.trainings import PLANS, Weighted, net, recipe_of
 
 

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
-from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.program.compile import compile_plan
-from engines.program.instructions import FiniteCheckAllReduce
-from engines.program.update import Scheduler
-from engines.train.optimisers import Optimiser
-from engines.train.oracle import ReferenceTraining, compare, train_reference
-from engines.train.recipe import Recipe, prepare, sgd
-from engines.train.training import RankTraining
-from engines.train.verify import make_batches, record_rank_run, verify
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program.instructions import FiniteCheckAllReduce
+from mpi4dl_nb.engines.program.update import Scheduler
+from mpi4dl_nb.engines.train.optimisers import Optimiser
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, compare, train_reference
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare, sgd
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", precision="float64")
 SHAPE = (3, 3, 20, 18)

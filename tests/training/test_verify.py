@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import VerifyError
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import Loss
-from engines.plan import Plan
-from engines.program.update import GradientBucket
-from engines.train.oracle import TrainingRecord
-from engines.train.recipe import Recipe, prepare
-from engines.train.rounding import DOUBLE, RoundingCheck
-from engines.train.training import RankTraining
-from engines.train.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.errors import VerifyError
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
+from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.update import GradientBucket
+from mpi4dl_nb.engines.train.oracle import TrainingRecord
+from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+from mpi4dl_nb.engines.train.rounding import DOUBLE, RoundingCheck
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 
 TILES = Plan(split_size=1, slice_method="2x2", precision="float64")
 STAGES = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")

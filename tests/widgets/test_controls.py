@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mpi4dl_nb.widgets
-from engines.errors import PlanError
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.widgets.figure_widget import Slider
 from mpi4dl_nb.widgets.monitor import Monitor
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import RankError
-from engines.images.dataset import SyntheticImages
-from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 from mpi4dl_nb.draw.monitor import format_progress_html
+from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult
 from mpi4dl_nb.training import progress
 from mpi4dl_nb.training.progress import ProgressRecorder, RefreshRate
 from mpi4dl_nb.widgets import monitor as module

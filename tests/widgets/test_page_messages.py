@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Configurator, Plan, Slicer, Stepper, TimelineView, Training, forecast, open_image
 from mpi4dl_nb.draw.navigation import MOST_TILES
+from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.widgets.figure_widget import RangeBar
 from mpi4dl_nb.widgets.page_view import PageView
 from mpi4dl_nb.widgets.tuner import ChoiceTable, TuningView

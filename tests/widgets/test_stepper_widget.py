@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.errors import PlanError
 from mpi4dl_nb import Cluster, Plan, Stepper, Training, show_step
+from mpi4dl_nb.engines.errors import PlanError
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2", balance=(2, 1))
 LAYERS = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)]

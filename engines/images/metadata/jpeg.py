@@ -1,6 +1,6 @@
 """JPEG: its frames, and the segments of JFIF, Adobe, EXIF, ICC and further pictures."""
 
-from engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 
 _LOSSY = "Masks need a threshold, since JPEG changes numbers."
 

@@ -1,6 +1,6 @@
 """OME-TIFF: the OME-XML in the first page's description, or in a companion file."""
 
-from engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 
 # fmt: off
 OME_TIFF = (

@@ -1,6 +1,6 @@
 """Zarr 2 and 3, and OME-Zarr (OME-NGFF 0.1 to 0.5): attributes, order of arrays and places of chunks."""
 
-from engines.images.metadata.row import Action, MetadataRow
+from mpi4dl_nb.engines.images.metadata.row import Action, MetadataRow
 
 
 def _row(name: str, number: str, changes: str, picture: Action, note: str) -> MetadataRow:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.images.metadata.jpeg import JPEG
-from engines.images.metadata.ome_tiff import OME_TIFF
-from engines.images.metadata.ome_zarr import OME_ZARR
-from engines.images.metadata.png import PNG
-from engines.images.metadata.row import MetadataRow
-from engines.images.metadata.tiff import TIFF
+from mpi4dl_nb.engines.images.metadata.jpeg import JPEG
+from mpi4dl_nb.engines.images.metadata.ome_tiff import OME_TIFF
+from mpi4dl_nb.engines.images.metadata.ome_zarr import OME_ZARR
+from mpi4dl_nb.engines.images.metadata.png import PNG
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.metadata.tiff import TIFF
 
 SECTIONS: dict[str, tuple[MetadataRow, ...]] = {
     "TIFF": TIFF,
@@ -25,7 +25,7 @@ _HEAD = """\
 For each tag, attribute and order of arrays: what is done with it in a picture and in a mask (whose numbers are
 classes). *Read*: its meaning is applied. *Refused*: an error names it before any training. *Ignored*: it does not
 change the pixels that are read, for the reason given. The page is written from `engines/images/metadata/` by
-`python -m engines.images.metadata.page`; tests read a file for each row.
+`python -m mpi4dl_nb.engines.images.metadata.page`; tests read a file for each row.
 """
 
 

@@ -1,6 +1,6 @@
 """PNG: its chunks (third edition), and those of animations."""
 
-from engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 
 PNG: tuple[MetadataRow, ...] = (
     MetadataRow(

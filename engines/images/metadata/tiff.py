@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.images.metadata.row import MetadataRow
+from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 
 _CONVERTED = "Convert it to 8-bit RGB or grey."
 

@@ -1,3 +1,11 @@
 """The rules of the operator table, by kind. Importing this package fills the table."""
 
-from engines.spatial.entries import assignment, channels, convolution, interpolation, norms, reduction, sampling  # noqa: F401
+from mpi4dl_nb.engines.spatial.entries import (  # noqa: F401
+    assignment,
+    channels,
+    convolution,
+    interpolation,
+    norms,
+    reduction,
+    sampling,
+)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engines.graph.model_graph import Node, Ref
-from engines.program.builder import Builder
-from engines.program.instructions import DEVICE, SEED
-from engines.program.value_layout import ValueLayout
-from engines.spatial.entries.channels import read_line_numbers
-from engines.spatial.kernels import register_kernel
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.instructions import DEVICE, SEED
+from mpi4dl_nb.engines.program.value_layout import ValueLayout
+from mpi4dl_nb.engines.spatial.entries.channels import read_line_numbers
+from mpi4dl_nb.engines.spatial.kernels import register_kernel
+from mpi4dl_nb.engines.spatial.local_rules import (
     align_arguments,
     apply_locally,
     cut_to_tile,
@@ -22,10 +22,10 @@ from engines.spatial.local_rules import (
     get_spec,
     make_gather_error,
 )
-from engines.spatial.operator_table import register_rule
-from engines.spatial.rng import SETTINGS, draws, find_sample_number
-from engines.spatial.tiles import Axes
-from engines.spatial.windows import Shift, SpanRule, TableWindow
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.spatial.rng import SETTINGS, draws, find_sample_number
+from mpi4dl_nb.engines.spatial.tiles import Axes
+from mpi4dl_nb.engines.spatial.windows import Shift, SpanRule, TableWindow
 
 
 @register_rule("aten.slice_scatter.default", "aten.select_scatter.default")

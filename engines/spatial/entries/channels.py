@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from engines.errors import TraceError
-from engines.graph.model_graph import Node, Ref
-from engines.program.builder import Builder
-from engines.spatial.entries.sampling import lower_resample, make_copy_taps
-from engines.spatial.kernels import get_operator
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.spatial.entries.sampling import lower_resample, make_copy_taps
+from mpi4dl_nb.engines.spatial.kernels import get_operator
+from mpi4dl_nb.engines.spatial.local_rules import (
     align_arguments,
     all_gather_lines,
     apply_locally,
@@ -22,8 +22,8 @@ from engines.spatial.local_rules import (
     make_gather_error,
     split_arguments,
 )
-from engines.spatial.operator_table import register_rule
-from engines.spatial.tiles import Span
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.spatial.tiles import Span
 
 
 def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.graph.model_graph import Node, Ref, TensorSpec
-from engines.program.builder import Builder
-from engines.spatial.entries.reduction import all_gather_partials, reduce_mean
-from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.spatial.entries.reduction import all_gather_partials, reduce_mean
+from mpi4dl_nb.engines.spatial.kernels import get_operator, get_sum_type, register_kernel
+from mpi4dl_nb.engines.spatial.local_rules import (
     apply_locally,
     get_spec,
     make_gather_error,
     split_arguments,
 )
-from engines.spatial.operator_table import register_rule
-from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import SlidingWindow, TableWindow, TransposedWindow, Window, compute_window
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.spatial.windows import SlidingWindow, TableWindow, TransposedWindow, Window, compute_window
 
 Pair = tuple[int, int]
 Cells = tuple[Pair, ...]

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engines.graph.model_graph import Node
-from engines.program.builder import Builder
-from engines.spatial.entries.sampling import Taps, lower_resample, make_copy_taps
-from engines.spatial.kernels import get_operator
-from engines.spatial.local_rules import make_unsupported_error
-from engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.graph.model_graph import Node
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.spatial.entries.sampling import Taps, lower_resample, make_copy_taps
+from mpi4dl_nb.engines.spatial.kernels import get_operator
+from mpi4dl_nb.engines.spatial.local_rules import make_unsupported_error
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
 
 Resample = Callable[[Tensor], Tensor]
 """Maps each row (n values) of a matrix (k, n) to a row of m values, each a weighted sum of some of the n."""

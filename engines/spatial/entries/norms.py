@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.graph.model_graph import Node, Ref, TensorSpec, to_user_name
-from engines.graph.traceability import CUMULATIVE
-from engines.program.builder import Builder
-from engines.program.instructions import RunningStatistics
-from engines.spatial.entries.channels import check_along_other_axes, lower_other_axes
-from engines.spatial.kernels import compute_batch_statistics, get_kernel, get_sum_type, register_kernel
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec, to_user_name
+from mpi4dl_nb.engines.graph.traceability import CUMULATIVE
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.program.instructions import RunningStatistics
+from mpi4dl_nb.engines.spatial.entries.channels import check_along_other_axes, lower_other_axes
+from mpi4dl_nb.engines.spatial.kernels import compute_batch_statistics, get_kernel, get_sum_type, register_kernel
+from mpi4dl_nb.engines.spatial.local_rules import (
     apply_locally,
     cut_to_tile,
     get_local_shape,
@@ -24,8 +24,8 @@ from engines.spatial.local_rules import (
     make_shared_images_error,
     make_unsupported_error,
 )
-from engines.spatial.operator_table import register_rule
-from engines.spatial.tiles import Axes
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.spatial.tiles import Axes
 
 
 @register_kernel("tile.grouped")

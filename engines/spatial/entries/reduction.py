@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.graph.model_graph import Node, Ref, TensorSpec
-from engines.program.builder import Builder
-from engines.spatial.entries.channels import lower_other_axes
-from engines.spatial.kernels import get_operator, register_kernel
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.spatial.entries.channels import lower_other_axes
+from mpi4dl_nb.engines.spatial.kernels import get_operator, register_kernel
+from mpi4dl_nb.engines.spatial.local_rules import (
     align_arguments,
     apply_locally,
     cut_to_tile,
@@ -24,7 +24,7 @@ from engines.spatial.local_rules import (
     make_gather_error,
     make_shared_images_error,
 )
-from engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
 
 # Partial results of all tiles, gathered on every rank: reductions whose results are reduced again.
 

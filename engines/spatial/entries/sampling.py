@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.graph.model_graph import Node, Ref
-from engines.program.builder import Builder
-from engines.spatial.kernels import get_sum_type, register_kernel
-from engines.spatial.local_rules import (
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.spatial.kernels import get_sum_type, register_kernel
+from mpi4dl_nb.engines.spatial.local_rules import (
     align_arguments,
     all_gather_lines,
     all_gather_pixels,
@@ -25,9 +25,9 @@ from engines.spatial.local_rules import (
     get_spec,
     make_gather_error,
 )
-from engines.spatial.operator_table import register_rule
-from engines.spatial.tiles import Axes, Span
-from engines.spatial.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
+from mpi4dl_nb.engines.spatial.operator_table import register_rule
+from mpi4dl_nb.engines.spatial.tiles import Axes, Span
+from mpi4dl_nb.engines.spatial.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
 
 TapLists = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
 """Inputs and weights along one axis, tap by tap: an entry for each output."""
