@@ -52,7 +52,7 @@ class _Supervisor:
             self.board.report(b"")
             self.process = subprocess.Popen(
                 command,
-                pass_fds=[file.fileno()],
+                pass_fds=[file.fileno(), *_find_launcher_socket()],
                 env={**os.environ, BOARD: str(file.fileno())},
                 preexec_fn=partial(end_with_parent, os.getpid()),  # noqa: PLW1509 (there are no threads here)
             )
@@ -104,6 +104,15 @@ class _Supervisor:
         self.reported_s = time.monotonic()
         # One write of less than PIPE_BUF bytes is atomic: the rank writes to the same pipe.
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
+
+
+def _find_launcher_socket() -> list[int]:
+    """Return the number of the open socket by which a launcher of MPICH's kind (Hydra, Slurm) talks to MPI, if any."""
+    with suppress(KeyError, ValueError, OSError):  # the variable may be left over from another launcher
+        number = int(os.environ["PMI_FD"])
+        os.fstat(number)
+        return [number]
+    return []
 
 
 def end_with_parent(parent: int) -> None:

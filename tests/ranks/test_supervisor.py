@@ -86,14 +86,7 @@ def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
 @pytest.mark.nightly
 def test_the_rank_ends_with_whoever_has_started_its_supervisor():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
-    supervisor = [
-        sys.executable,
-        "-m",
-        "mpi4dl_nb.engines.comm.supervisor",
-        sys.executable,
-        "-c",
-        "import time; time.sleep(300)",
-    ]
+    supervisor = [sys.executable, "-m", SUPERVISOR, sys.executable, "-c", "import time; time.sleep(300)"]
     code = f"import subprocess, time; print(subprocess.Popen({supervisor!r}).pid, flush=True); time.sleep(300)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     found = psutil.Process(int(starter.stdout.readline()))
@@ -105,6 +98,26 @@ def test_the_rank_ends_with_whoever_has_started_its_supervisor():
     starter.stdout.close()
     starter.wait()
     assert not psutil.wait_procs(family, timeout=5)[1]
+
+
+def test_the_rank_has_the_socket_of_a_launcher_of_mpichs_kind():
+    """Without it a cluster with MPICH did not start: `PMI_Get_appnum returned -1`."""
+    reading, writing = os.pipe()
+    done = subprocess.run(
+        [sys.executable, "-m", SUPERVISOR, sys.executable, "-c", f"import os; os.write({writing}, b'here')"],
+        env=os.environ | {"PMI_FD": str(writing)}, pass_fds=[writing], stdout=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, os.read(reading, 9)) == (0, b"here")
+    os.close(reading)
+
+
+@pytest.mark.parametrize("number", ["", "977", "none"])
+def test_a_variable_that_another_launcher_has_left_over_is_no_socket(number: str, monkeypatch):
+    monkeypatch.setenv("PMI_FD", number)
+    supervisor = supervised("")
+    supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 0
 
 
 def test_the_rank_ends_with_its_supervisor():
@@ -122,11 +135,7 @@ def test_a_child_whose_parent_has_died_before_it_could_ask_for_a_signal_ends():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     child = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from {SUPERVISOR} import end_with_parent; end_with_parent({gone.pid})",
-        ],
+        [sys.executable, "-c", f"from {SUPERVISOR} import end_with_parent; end_with_parent({gone.pid})"],
         check=False,
     )
     assert child.returncode == -signal.SIGKILL
