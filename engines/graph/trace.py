@@ -34,6 +34,7 @@ from mpi4dl_nb.engines.graph.outside_tensors import OwnedMemory, check_lifted_te
 from mpi4dl_nb.engines.graph.owners import collect_buffers, find_first_names, iterate_owners
 from mpi4dl_nb.engines.graph.recomputed_norms import find_recomputed_buffers
 from mpi4dl_nb.engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
+from mpi4dl_nb.engines.graph.torch_release import check_torch_release
 from mpi4dl_nb.engines.graph.traceability import (
     collect_attributes,
     make_fake_copy,
@@ -161,6 +162,7 @@ def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", d
 
 def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, device: str) -> ModelGraph:
     """Export a model, with its loss if there is one, and rewrite its graph."""
+    check_torch_release()
     model, dtype = owners[0], getattr(torch, specs[0].dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _translate_errors(model, specs[0]):
