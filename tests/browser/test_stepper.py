@@ -94,7 +94,7 @@ def test_a_step_is_walked_forward_and_back(notebook):
     assert notebook.page.locator(".mpi4dl-badge").inner_text().startswith("recorded: ")
     assert notebook.run_cell("print(stepper.stepping.event.places)") == before
     assert accessible(notebook) == []
-    act(notebook, lambda: notebook.page.get_by_role("button", name="Restart").click())
+    act(notebook, lambda: notebook.page.get_by_role("button", name="Restart", exact=True).click())
     assert notebook.page.evaluate(WORDS).startswith("At the start of a training step")
     press(notebook, picture, "f", 1)
     assert notebook.page.evaluate(WORDS).startswith("The step is done")
