@@ -3,6 +3,7 @@
 # make lab         open the tutorials in JupyterLab
 # make test        check lint, formatting and types; run the tests without their longest cases, and two tutorials
 # make test-all    run all cases of all tests, all tutorials, also in a page, and ten random faults
+# make coverage    run the tests that run two at a time, and print which lines of the package they do not reach
 # make chaos       inject random faults into trainings on five ranks (SEED=0 COUNT=100); check five properties after each
 # make notebooks   run all tutorials from top to bottom, those with widgets also in a page of Chromium
 # make outputs     run all tutorials, or some (ONLY="01 05"), and store their pictures in them
@@ -36,7 +37,7 @@ ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
 
-.PHONY: setup demo lab lint test test-all chaos notebooks outputs docs packages wheel bench gpu-check clean
+.PHONY: setup demo lab lint test test-all coverage chaos notebooks outputs docs packages wheel bench gpu-check clean
 
 setup: $(STAMP)
 
@@ -95,6 +96,12 @@ test-all: lint
 	$(CHAOS) || failed=1; \
 	test -z "$$failed"
 
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	-OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile tests $(addprefix --ignore=,$(ALONE))
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
 chaos: $(STAMP)
 	$(CHAOS)
 
@@ -130,5 +137,5 @@ gpu-check:
 	$(PYTHON) -m mpi4dl_nb.engines gpu-check
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .coverage* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
