@@ -38,6 +38,16 @@ def test_what_is_told_too_late_is_late(tmp_path: Path, kind: str, after_s: float
     assert verdict.is_late == late
 
 
+def test_where_the_ranks_are_asked_nothing_for_a_while_it_counts_from_the_next_call(tmp_path: Path):
+    fault = Fault("stop", "mpiexec", "calibrate", 1, 0, 0.0, tmp_path / "note")
+    fault.note.write_text("100.0")
+    for asked_s, late in ((99.0, True), (106.0, True), (108.0, False)):
+        verdict = Verdict(fault, asked_s=asked_s)
+        verdict.tell("mpiexec", 111.6)
+        assert verdict.told_s == pytest.approx(111.6 - max(100.0, asked_s))
+        assert verdict.is_late == late
+
+
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory):
     with Cluster(PLAN.ranks, hang_after_s=HANG_AFTER_S) as cluster:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -50,10 +51,15 @@ def _get_names(processes: Iterable[psutil.Process]) -> set[str]:
 
 @dataclass
 class Verdict:
-    """Of one fault: what was told of it after how many seconds, and what was `wrong`."""
+    """Of one fault: what was told of it after how many seconds, and what was `wrong`.
+
+    In a calibration the notebook measures by itself for some seconds, and asks the ranks nothing: it counts from
+    `asked_s`, when they were last asked.
+    """
 
     fault: Fault
     happened: bool = False
+    asked_s: float = 0.0
     told_s: float | None = None
     texts: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -75,7 +81,7 @@ class Verdict:
         """Something was told, be it of this fault or of what came of it."""
         self.texts.append(text)
         if self.told_s is None and self.fault.is_noted:
-            self.told_s = now_s - self.fault.happened_s
+            self.told_s = now_s - max(self.fault.happened_s, self.asked_s)
 
 
 class Trial:
@@ -188,7 +194,14 @@ class Trial:
         self.training.load(self.folder)
 
     def _calibrate(self) -> None:
-        self.training.cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
+        cluster, call = self.training.cluster, self.training.cluster.call
+
+        def noted(*args: object, **kwargs: object) -> object:
+            self.verdict.asked_s = time.time()
+            return call(*args, **kwargs)
+
+        with patch.object(cluster, "call", noted):
+            cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
 
     def _verify(self) -> None:
         if not self.training.verify()["ok"]:
