@@ -54,7 +54,7 @@ class Verdict:
     """Of one fault: what was told of it after how many seconds, and what was `wrong`.
 
     In a calibration the notebook measures by itself for some seconds, and asks the ranks nothing: it counts from
-    `asked_s`, when they were last asked.
+    `asked_s`, when they were asked for what has failed.
     """
 
     fault: Fault
@@ -197,8 +197,12 @@ class Trial:
         cluster, call = self.training.cluster, self.training.cluster.call
 
         def noted(*args: object, **kwargs: object) -> object:
-            self.verdict.asked_s = time.time()
-            return call(*args, **kwargs)
+            begin_s = time.time()
+            try:
+                return call(*args, **kwargs)
+            except Mpi4dlError:
+                self.verdict.asked_s = self.verdict.asked_s or begin_s
+                raise
 
         with patch.object(cluster, "call", noted):
             cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
