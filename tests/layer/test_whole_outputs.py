@@ -150,6 +150,19 @@ def test_the_logits_alone_are_given_with_one_sentence():
         training.step(torch.randn(SHAPE), torch.zeros(2, 8, 10, dtype=torch.int64))
 
 
+def test_the_reference_of_a_loss_of_the_whole_batch_gives_it_the_logits_too():
+    """A mean over the pixels that are not ignored is no mean of micro-batches' means."""
+
+    def ignore_background(logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, ignore_index=0)
+
+    plan = Plan(split_size=1, slice_method="1x2", parts=2)
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        with pytest.warns(UserWarning, match="it is given the logits"):
+            training = Training(TwoHeads("dataclass"), plan, cluster, (4, 3, 8, 10), loss=ignore_background)
+        assert training.verify()["ok"]
+
+
 FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "another name": (lambda o, y: F.cross_entropy(o.logit, y), "'Heads' object has no attribute 'logit'"),
     "no attribute of a tensor": (
