@@ -89,6 +89,8 @@ WRITES: dict[str, Write] = {
     "parts of parts": nested,
     "several": cross,
     "index fill": lambda y, x: y.index_fill_(1, torch.tensor([0, 2]), 6),
+    "index fill of rows, some of them twice": lambda y, x: y.index_fill_(2, torch.tensor([3, 0, -1, 3]), 6),
+    "index fill of a column": lambda y, x: y.index_fill_(-1, torch.tensor([1]), 6),
     "scatter of a number": lambda y, x: y.scatter_(1, x.argmax(1, keepdim=True), 9),
     "scatter of values": lambda y, x: y.scatter_(1, x.argmax(1, keepdim=True), x[:, :1]),
     "scatter_add": lambda y, x: y.scatter_add_(1, x.argmax(1, keepdim=True), x[:, :1]),
@@ -271,6 +273,7 @@ def test_rows_that_are_written_twice_are_refused():
 def test_rows_that_an_image_does_not_have_are_refused(number: int):
     """One process fails when it runs; counted in a circle, they would be other rows."""
     image, place = whole_numbers(1, 2, 6, 8), (ALL, ALL, [0, number])
-    for forward in (written(set_to(place)(4)), lambda x: 2 * x[place]):
+    index = torch.tensor(place[2])
+    for forward in (written(set_to(place)(4)), lambda x: 2 * x[place], lambda x: (2 * x).index_fill(2, index, 4)):
         with pytest.raises(TraceError, match=rf"aten.index.* picks number {number} of 6 .*numbers from -6 to 5"):
             ready(Calls(forward), image, image[:, :, :1], tiled("2x1"))

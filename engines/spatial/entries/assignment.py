@@ -12,7 +12,7 @@ from mpi4dl_nb.engines.graph.model_graph import Node, Ref
 from mpi4dl_nb.engines.program.builder import Builder
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED
 from mpi4dl_nb.engines.program.value_layout import ValueLayout
-from mpi4dl_nb.engines.spatial.entries.channels import read_line_numbers
+from mpi4dl_nb.engines.spatial.entries.channels import check_only_first_tiled, read_line_numbers
 from mpi4dl_nb.engines.spatial.kernels import register_kernel
 from mpi4dl_nb.engines.spatial.local_rules import (
     align_arguments,
@@ -126,14 +126,43 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
     b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.spec, axes=axes)
 
 
+@register_rule("aten.index_fill.int_Scalar")
+def fill(b: Builder, node: Node) -> None:
+    """Fill channels, rows or columns, by a list of their numbers, with one number.
+
+    Since PyTorch 2.15 this is also what `x[:, :, [2, 0]] = 4` becomes.
+    """
+    a, axes = node.arguments, b.get_value(check_only_first_tiled(b, node)).axes
+    dim = a["dim"] % len(node.spec.shape) - len(node.spec.shape)
+    if dim in axes or a["index"].name in b.graph.constants:
+        numbers = set(read_line_numbers(b, node, a["index"], node.spec.shape[dim]))
+    if dim not in axes:
+        apply_locally(b, node, axes)
+        return
+    owned = b.get_output_tiles(node.spec.get_sizes(axes))[b.rank][axes.index(dim)]
+    written = [number in numbers for number in range(owned.start, owned.stop)]
+    b.add_local_op(
+        node.name, "tile.fill", _align(b, node, a["self"], axes), dim, written, a["value"], like=node.spec, axes=axes
+    )
+
+
+@register_kernel("tile.fill")
+def fill_lines(x: Tensor, dim: int, written: Sequence[bool], value: float) -> Tensor:
+    """Return `x` with `value` in the lines that are `written`."""
+    return x.masked_fill(_make_line_mask(x, dim, written), value)
+
+
+def _make_line_mask(x: Tensor, dim: int, written: Sequence[bool]) -> Tensor:
+    return torch.tensor(written, device=x.device).view(-1, *(1,) * (-1 - dim))
+
+
 @register_kernel("tile.put")
 def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: Sequence[bool]) -> Tensor:
     """Return `x` with the lines of `part` where they are `written`; a single line is broadcast."""
     if part.dim() >= -dim and part.shape[dim] > 1:
         part = part.index_select(dim, torch.tensor(lines, device=part.device))
     # `lines` has an entry for each line of the tile; the mask drops those of lines that are not written.
-    mask = torch.tensor(written, device=x.device).view(-1, *(1,) * (-1 - dim))
-    return torch.where(mask, part.to(x.dtype), x)
+    return torch.where(_make_line_mask(x, dim, written), part.to(x.dtype), x)
 
 
 @register_rule(

@@ -50,11 +50,11 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
 @register_rule(
     *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow", "argmax", "argmin")),
     *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
-    *("aten.softmax.int", "aten.log_softmax.int", "aten.index_fill.int_Scalar", "aten.prod.dim_int", "aten.unbind.int"),
+    *("aten.softmax.int", "aten.log_softmax.int", "aten.prod.dim_int", "aten.unbind.int"),
     *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
 )
 def lower_per_pixel(b: Builder, node: Node) -> None:
-    """Reorder, accumulate, select, fill, split or reduce the values of each pixel. (`getitem` picks the parts.)"""
+    """Reorder, accumulate, select, split or reduce the values of each pixel. (`getitem` picks the parts.)"""
     lower_other_axes(b, node, check_only_first_tiled(b, node))
 
 
