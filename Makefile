@@ -96,6 +96,7 @@ test-all: lint
 	$(CHAOS) || failed=1; \
 	test -z "$$failed"
 
+# A test that fails under the tracer, which is slow, does not hide the numbers of the others.
 coverage: $(STAMP)
 	$(BIN)/coverage erase
 	-OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile tests $(addprefix --ignore=,$(ALONE))

@@ -32,8 +32,8 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, default=9)
     rounds = [{name: measure(code) for name, code in IMPORTS.items()} for _ in range(flags.parse_args().rounds)]
     for name, code in IMPORTS.items():
-        times = [each[name] for each in rounds]
-        beyond = [each[name] - each["torch"] for each in rounds]
+        times = [seconds[name] for seconds in rounds]
+        beyond = [seconds[name] - seconds["torch"] for seconds in rounds]
         row = {"import": code, "median_s": round(statistics.median(times), 3), "spread_s": [min(times), max(times)]}
         if "torch" in code and name != "torch":
             row["beyond_torch_s"] = round(statistics.median(beyond), 3)
