@@ -15,11 +15,13 @@ MOST_FRAME_BYTES = 2_000_000
 """Of all of a frame, as it is in the notebook's file."""
 
 # Both are in one cell of a grid. The frame is transparent until its scripts have drawn, and a page that removes frames
-# has the picture. It may run scripts, but it has no access to the notebook, and its policy allows no request.
-_FRAME = """<div style="display: grid; grid-template-columns: minmax(0, 1fr)">
+# has the picture, parts of which are positioned: only a higher level has the frame in front of them, for the pointer.
+# It may run scripts, but it has no access to the notebook, and its policy allows no request.
+_FRAME = """<div style="display: grid; isolation: isolate; grid-template-columns: minmax(0, 1fr)">
 <div style="grid-area: 1 / 1">{still}</div>
 <iframe sandbox="allow-scripts" title="{name}, alive without a kernel" srcdoc="{page}"
-style="grid-area: 1 / 1; width: 100%; height: 100%; min-height: {height_px}px; border: 0; color-scheme: light"></iframe>
+style="grid-area: 1 / 1; z-index: 1; width: 100%; height: 100%; min-height: {height_px}px;
+border: 0; color-scheme: light"></iframe>
 </div>"""
 
 

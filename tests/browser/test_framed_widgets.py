@@ -40,6 +40,10 @@ stepper
     "small = Slicer(tissue, plan, model)\nsmall.frame_px = 0\nsmall",
 ]
 FRAMES = ["Slicer, alive without a kernel", "Stepper, alive without a kernel"]
+IN_FRONT = """frame => {
+  const box = frame.getBoundingClientRect();
+  return document.elementFromPoint(box.x + box.width / 2, box.y + Math.min(box.height, innerHeight) / 2) === frame;
+}"""
 HIDDEN_FRAMES = "[...document.querySelectorAll('iframe')].map(each => each.offsetHeight)"
 
 
@@ -119,9 +123,10 @@ def test_a_converted_notebook_is_alive(open_page):
     slicer.locator(".mpi4dl-stage canvas").focus()
     page.keyboard.press("t")
     expect(words).not_to_have_text(before)
-    page.locator(f'iframe[title="{FRAMES[1]}"]').evaluate(
-        "frame => frame.scrollIntoView()"
-    )  # off the screen, none is drawn
+    for title in FRAMES:  # off the screen, none is drawn
+        frame = page.locator(f'iframe[title="{title}"]')
+        frame.evaluate("frame => frame.scrollIntoView()")
+        assert frame.evaluate(IN_FRONT), f"the still picture lies over the frame of {title}"
     badge = stepper.locator(".mpi4dl-badge")
     expect(badge).to_contain_text(re.compile(r"recorded: 1 of \d+"))
     stepper.get_by_role("button", name="Forward").click()
