@@ -283,8 +283,9 @@ def test_a_monitor_that_lacks_what_is_called_is_refused(training: Training):
         (X.byte(), {}, r"images are torch\.uint8, but the training computes in float64"),
         (X.numpy() * 1j, {}, r"images are torch\.complex128, but .* the imaginary parts would be lost"),
         (X, {"to": "out.tif", "kind": "scores"}, "to=, kind= has no effect for a batch"),
+        (X, {"level": 1, "class_names": ["dog"]}, "level=, class_names= has no effect for a batch"),
     ],
-    ids=["bytes", "complex", "arguments of pictures"],
+    ids=["bytes", "complex", "arguments of pictures", "what a file says of its classes"],
 )
 def test_a_prediction_of_a_batch_that_would_not_be_as_asked(training: Training, source: Any, asked: Any, said: str):
     with pytest.raises(Mpi4dlError, match=said):

@@ -876,4 +876,10 @@ def test_a_call_that_begins_late_ends_before_the_next_one(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             cluster.call(lambda host: host.world.all_gather(None))
         monkeypatch.setattr(cluster._ranks, "submit", submit)
-        assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1], [0, 1]]
+
+        def gather_for_a_second(host):  # still at work when the late call begins
+            for _ in range(20):
+                time.sleep(0.05)
+                assert host.world.all_gather(host.world.rank) == [0, 1]
+
+        cluster.call(gather_for_a_second)

@@ -177,7 +177,14 @@ class Blurred(nn.Module):
         return self.net(functional.conv2d(images, torch.full((3, 1, 3, 3), 0.1), padding=1, groups=3))
 
 
-@pytest.mark.parametrize(("make", "loss"), [(net, weigh_classes), (Blurred, LOSS)])
+class Scaled(Blurred):
+    """A factor that is made in forward: it may have another type than the images, unlike the weights of the loss."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images * torch.full((3, 1, 1), 0.1))
+
+
+@pytest.mark.parametrize(("make", "loss"), [(net, weigh_classes), (Blurred, LOSS), (Scaled, weigh_classes)])
 def test_constants_follow_a_plan_of_float64(make: Callable[[], nn.Module], loss: Loss):
     """The training, the comparison and the predictions are those of one process under this default type."""
     plan, model = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64"), make()
