@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -472,3 +473,18 @@ def test_a_seed_of_numpy_is_a_seed():
 def test_too_few_images():
     with pytest.raises(ImageError, match="There are 3 images, but a step takes 4"):
         alone(Numbered(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda array: array[..., ::-1], lambda array: array.astype(array.dtype.newbyteorder())],
+    ids=["flipped", "other bytes"],
+)
+def test_arrays_are_read_as_they_lie_in_memory(change: Callable[[np.ndarray], np.ndarray]):
+    """Flipped, or in the byte order of another machine: PyTorch takes neither."""
+    pixels = np.arange(3 * math.prod(SIZE), dtype=np.float32).reshape(3, *SIZE)
+    classes = np.arange(math.prod(SIZE)).reshape(SIZE) % 4
+    fetched = read_own(pixels=True, part=change(pixels), mask=change(classes))
+    image, mask = fetched[3], fetched[-1]
+    torch.testing.assert_close(image, torch.from_numpy(change(pixels).astype(np.float32)), rtol=0, atol=0)
+    torch.testing.assert_close(mask, torch.from_numpy(change(classes).astype(np.int64)), rtol=0, atol=0)

@@ -199,6 +199,10 @@ def test_whole_numbers_that_no_float_has_are_not_packed_with_floats():
     assert format_packing({**labels, "box": torch.tensor([1, 2])})
 
 
+def test_a_dict_of_one_tensor_is_that_tensor_and_needs_no_packing():
+    assert format_packing({"kind": torch.tensor([1, 2])}) == ""
+
+
 @pytest.mark.parametrize(
     ("images", "labels", "remedy"),
     [
