@@ -25,7 +25,7 @@ PICTURES_OF = "pictures_of"
 """The entry in a notebook's metadata with the hash of the code that has drawn its pictures."""
 MOST_BYTES = 300_000
 """Of a notebook's file with its pictures."""
-FORMS = ((256, 1100, 80), (64, 1000, 70), (32, 900, 60), (16, 800, 50), (16, 700, 40), (8, 600, 30))
+FORMS = ((256, 1100, 80), (64, 1000, 70), (32, 900, 60), (16, 800, 50), (16, 700, 40), (8, 600, 30), (6, 560, 15))
 """Colours of a chart; largest width in pixels, and quality, of an image. The first that is small enough is used."""
 CELL_S = 900
 IMAGE = re.compile(r'<img alt="(?P<alt>[^"]*)"[^>]* src="data:image/png;base64,(?P<data>[^"]*)"')

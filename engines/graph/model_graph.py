@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -94,11 +93,6 @@ class Node:
     def reads(self) -> tuple[str, ...]:
         """Names of the values that the node reads, in order."""
         return tuple(find_ref_names(self.arguments))
-
-    @property
-    def called(self) -> str:
-        """The module, without the number that a trace gives to each further call of it: `norm@1` is `norm`."""
-        return re.sub(r"@\d+", "", self.module)
 
     @property
     def short_operator(self) -> str:
@@ -346,7 +340,7 @@ def check_synced_norms(graph: ModelGraph, plan: Plan) -> None:
 
 def is_synced_count(graph: ModelGraph, node: Node) -> bool:
     """Return whether a node counts the batches of an nn.SyncBatchNorm: one for each step."""
-    return node.operator == "aten.add_.Tensor" and node.called in graph.synced
+    return node.operator == "aten.add_.Tensor" and node.module in graph.synced
 
 
 def is_batch_dependent(graph: ModelGraph) -> bool:

@@ -48,7 +48,7 @@ class ModelAnalysis(LossAnalysis):
         if not self.twins:
             return "its operators, which are others for other numbers of images"
         # A norm that is called twice updates its statistics twice for one micro-batch, and only then for the next one.
-        norms = [node.called for node in self.layers if node.operator == "aten.batch_norm.default"]
+        norms = [node.module for node in self.layers if node.operator == "aten.batch_norm.default"]
         self.apart |= len(set(norms)) < len(norms)
         for node in self.layers:
             self.aggregations[node.name] = aggregation = self._compute_layer(node)
@@ -63,7 +63,7 @@ class ModelAnalysis(LossAnalysis):
         if len(rows) > 1 or any(share.kind is AggregationKind.UNKNOWN for share in shares.values()):
             return BatchAggregation(AggregationKind.UNKNOWN)
         if node.operator == "aten.batch_norm.default" and node.arguments["training"]:
-            self.apart |= node.called not in self.norms
+            self.apart |= node.module not in self.norms
         by_position = find_sample_number(self.graph, node) is not None
         if by_position or uses_generator(node):
             self.apart |= not by_position or self.find_node_axis(node) != 0

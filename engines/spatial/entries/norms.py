@@ -277,7 +277,7 @@ def batch_norm(b: Builder, node: Node) -> None:
         return
     channels, affine, how = value.spec.shape[1], (a["weight"], a["bias"]), {"like": node.spec, "axes": value.axes}
     counts, ranks = b.count_elements(a["input"], channels), ()
-    if node.called in b.graph.synced and len(b.copies) > len(b.stage.ranks):
+    if node.module in b.graph.synced and len(b.copies) > len(b.stage.ranks):
         # All replicas: what a stage's ranks hold alike, as after a global pool, one of each replica counts.
         ranks = b.copies if len(counts) > 1 else b.copies[b.tile :: len(b.stage.ranks)]
         counts = counts * (len(b.copies) // len(b.stage.ranks))
