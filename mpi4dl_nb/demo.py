@@ -21,6 +21,7 @@ from torch import Tensor
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline
 from mpi4dl_nb.engines.cli.options import parse_positive
 from mpi4dl_nb.engines.comm.device import count_cores
+from mpi4dl_nb.engines.errors import Mpi4dlError
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.sample_data import StainCrops, immunohistochemistry
 from mpi4dl_nb.engines.models import resnet110_v2
@@ -93,4 +94,7 @@ def _measure_rates(training: Training, batches: Sequence[Batch]) -> tuple[float,
 
 
 if __name__ == "__main__":
-    sys.exit(not main())
+    try:
+        sys.exit(not main())
+    except Mpi4dlError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -82,3 +85,11 @@ def test_crops_that_do_not_fit_are_refused(choices, reason):
 def test_a_batch_larger_than_all_crops_is_refused():
     with pytest.raises(ImageError, match="there are 4 crops"):
         next(StainCrops(TISSUE, size_px=32, count=4).iterate_batches(5))
+
+
+def test_the_demo_says_in_one_line_what_it_cannot_do():
+    command = [sys.executable, "-m", "mpi4dl_nb.demo", "--backend", "loopback", "--crop-px", "5000"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("ImageError: picture has 512 x 512 pixels, which no crop of 5000 x 5000 fits.")
+    assert ended.returncode == 1
