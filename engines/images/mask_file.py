@@ -103,7 +103,9 @@ class MaskFile:
 
     def read(self, tile: Tile) -> NDArray[np.int64]:
         """Return the classes of a tile, (h, w). Raises ImageError, naming file and pixel, if a number is no class."""
-        mask = self._select_channel(self._source.read(tile), tile)
+        # Turned masks are views with a negative stride, and NumPy before 2.3 crashes when it compares bytes of such a
+        # view with a number that no byte has.
+        mask = np.ascontiguousarray(self._select_channel(self._source.read(tile), tile))
         self._check_validity(tile)
         ignored = np.isin(mask, self.ignore)
         if self.threshold is not None:

@@ -162,8 +162,8 @@ def find_stated_colours(image: Image.Image, file: BinaryIO) -> str | None:
     if is_jpeg(image) and "icc_profile" not in image.info:
         with suppress(Exception):  # damaged EXIF data change no pixel
             exif = image.getexif()
-            space, index = exif.get_ifd(_EXIF).get(_COLOUR_SPACE), exif.get_ifd(_INTEROPERABILITY).get(1)
-            if space == _ADOBE_RGB or str(index).startswith("R03"):
+            is_adobe = exif.get_ifd(_EXIF).get(_COLOUR_SPACE) == _ADOBE_RGB
+            if is_adobe or str(exif.get_ifd(_INTEROPERABILITY).get(1)).startswith("R03"):
                 return "its EXIF ColorSpace (Adobe RGB)"
     return None
 
