@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from numpy.typing import NDArray
 
 from mpi4dl_nb.engines.errors import ImageError
@@ -93,6 +94,16 @@ def check_refused(read: Callable[[], object], pattern: str) -> None:
     with pytest.raises(ImageError, match=pattern) as caught:
         read()
     assert ("damaged" in pattern) == bool(re.search("damaged|export it again", str(caught.value)))
+
+
+def write_packed_tiff(path: Path, numbers: Array, bits: int) -> None:
+    """Write (H, W) numbers of `bits` each: as rows of bytes, whose tags are changed then (few encoders pack them)."""
+    digits = (numbers[..., None] >> np.arange(bits)[::-1]) & 1
+    tifffile.imwrite(path, np.packbits(digits.astype(bool).reshape(len(numbers), -1), axis=1))
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        tags = file.pages[0].tags
+        tags["ImageWidth"].overwrite(numbers.shape[1])
+        tags["BitsPerSample"].overwrite(bits)
 
 
 def read_picture(path: Path) -> Array:

@@ -6,6 +6,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpi4dl_nb.engines.images.mask_file import MaskFile, read_mask_shape
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES
+from tests.images.made_files import write_packed_tiff
 
 BITS = CLASSES > 1
 RAMP = [each for number in range(256) for each in (255 - number, number, number // 2)]
@@ -104,7 +106,7 @@ OF_CLASSES: dict[str, Write] = {
     "32 bits, big-endian strips": tiff(CLASSES.astype(np.int32), byteorder=">", rowsperstrip=7),
     "floats": tiff(CLASSES.astype(np.float32), compression="deflate", predictor=True),
     "doubles": tiff(CLASSES.astype(np.float64)),
-    "4-bit TIFF": tiff(CLASSES, bitspersample=4),
+    "4-bit TIFF": partial(write_packed_tiff, numbers=CLASSES, bits=4),
     "three equal channels": tiff(np.dstack([CLASSES] * 3), photometric="rgb", tile=(16, 32)),
     "three equal planes": tiff(np.stack([CLASSES] * 3), photometric="rgb", planarconfig="separate"),
     "opaque TIFF": tiff(np.dstack([CLASSES, np.full_like(CLASSES, 255)]), extrasamples=["unassalpha"]),

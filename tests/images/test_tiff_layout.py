@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.pillow import PillowPicture
 from mpi4dl_nb.engines.images.tiff import TiffPicture
+from tests.images.made_files import write_packed_tiff
 
 PIXELS = tissue(96, 130)
 GREY = PIXELS[..., 0]
@@ -179,7 +181,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "JPEG XL": (write({"photometric": "rgb", "compression": "jpegxl", **TILED}, PIXELS), "compressed by JPEGXL"),
     "LERC": (write({"compression": "lerc", **TILED}, GREY), "compressed by LERC, which is not read here"),
     "an unknown compression": (with_compression(12345), "compressed by number 12345, which is not read here"),
-    "3 bits": (write({"bitspersample": 3}, GREY >> 5), "has 3 bits per channel"),
+    "3 bits": (partial(write_packed_tiff, numbers=GREY >> 5, bits=3), "has 3 bits per channel"),
     "16 bits and signed": (write({}, GREY.astype(np.int16)), "has signed integers of 16 bits"),
     "complex": (write({}, GREY.astype(np.complex64)), "has complex numbers of 64 bits"),
     "inks": (lambda path: Image.new("CMYK", (9, 9)).save(path, "tiff"), r"holds printing inks \(CMYK\)"),
