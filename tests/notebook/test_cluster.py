@@ -249,6 +249,7 @@ def test_outside_calls_a_rank_ignores_interrupts(cluster):
 
 
 @over_mpi
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # psutil's, between its open and its `with`
 def test_an_interrupt_during_a_finaliser_is_not_lost(cluster, capfd):
     def waits(host):
         class Slow:
