@@ -154,6 +154,9 @@ def test_the_processes_below_mpiexec_have_names(monkeypatch):
         assert processes.measure_work_s() > 0
         for each in reversed(tree):
             each.suspend()
+        for each in tree:  # a signal is sent at once, and taken when its process is next scheduled
+            while each.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline_s:
+                time.sleep(0.01)
         named = {pid: name for name, pid in processes.find_stopped()}
         assert [named[each.pid] for each in tree] == ["the supervisor of rank 1", "rank 1", "the nanny of rank 1"]
         processes.set_ranks([mpiexec.pid, tree[1].pid])
