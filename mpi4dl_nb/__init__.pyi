@@ -1,8 +1,8 @@
 # The public names and the modules that they come from: `__init__.py` reads them here, and so do type checkers.
 
-from mpi4dl_nb.cluster import Cluster as Cluster
-from mpi4dl_nb.draw.comparison import show_asynchrony as show_asynchrony
-from mpi4dl_nb.draw.comparison import show_traffic as show_traffic
+from mpi4dl_nb.benchmarks.comparison import show_asynchrony as show_asynchrony
+from mpi4dl_nb.benchmarks.comparison import show_traffic as show_traffic
+from mpi4dl_nb.cluster.cluster import Cluster as Cluster
 from mpi4dl_nb.draw.figure import Drawing as Drawing
 from mpi4dl_nb.draw.halo_points import find_halo_points as find_halo_points
 from mpi4dl_nb.draw.memory import show_memory as show_memory
@@ -17,6 +17,7 @@ from mpi4dl_nb.draw.stepper import show_step as show_step
 from mpi4dl_nb.draw.timeline import show_schedule as show_schedule
 from mpi4dl_nb.draw.timeline import show_timeline as show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning as show_tuning
+from mpi4dl_nb.engines.compiler.compile import compile_plan as compile_plan
 from mpi4dl_nb.engines.errors import CheckpointError as CheckpointError
 from mpi4dl_nb.engines.errors import ImageError as ImageError
 from mpi4dl_nb.engines.errors import LossError as LossError
@@ -45,6 +46,7 @@ from mpi4dl_nb.engines.models import resnet110_v2 as resnet110_v2
 from mpi4dl_nb.engines.models import resnet_v1 as resnet_v1
 from mpi4dl_nb.engines.models import resnet_v2 as resnet_v2
 from mpi4dl_nb.engines.plan import Plan as Plan
+from mpi4dl_nb.engines.plan.schedule import compute_bubble_share as compute_bubble_share
 from mpi4dl_nb.engines.predict.explain import describe_plan as describe_plan
 from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes as LiveBytes
 from mpi4dl_nb.engines.predict.machine import Link as Link
@@ -54,9 +56,7 @@ from mpi4dl_nb.engines.predict.machines import NodeSpec as NodeSpec
 from mpi4dl_nb.engines.predict.machines import Processor as Processor
 from mpi4dl_nb.engines.predict.machines import make_machine as make_machine
 from mpi4dl_nb.engines.predict.sizes import Sizes as Sizes
-from mpi4dl_nb.engines.program.compile import compile_plan as compile_plan
 from mpi4dl_nb.engines.program.program import count_traffic as count_traffic
-from mpi4dl_nb.engines.program.schedule import compute_bubble_share as compute_bubble_share
 from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state as optimiser_state
 from mpi4dl_nb.engines.train.checkpoint_load import scheduler_state as scheduler_state
 from mpi4dl_nb.engines.train.interrupts import StoppedError as StoppedError
@@ -66,14 +66,14 @@ from mpi4dl_nb.engines.train.training_events import Recovered as Recovered
 from mpi4dl_nb.engines.train.training_events import SkippedImage as SkippedImage
 from mpi4dl_nb.engines.train.training_events import StepResult as StepResult
 from mpi4dl_nb.exercise import grade_answer as grade_answer
-from mpi4dl_nb.plan_benchmark import Candidate as Candidate
-from mpi4dl_nb.plan_cache import capabilities as capabilities
-from mpi4dl_nb.plan_cache import forecast as forecast
-from mpi4dl_nb.plan_cache import largest_image as largest_image
-from mpi4dl_nb.plan_cache import scaling as scaling
-from mpi4dl_nb.plan_tuner import PlanTuner as PlanTuner
-from mpi4dl_nb.plan_tuner import TuningResult as TuningResult
-from mpi4dl_nb.plan_tuner import tune as tune
+from mpi4dl_nb.planning.plan_benchmark import Candidate as Candidate
+from mpi4dl_nb.planning.plan_cache import capabilities as capabilities
+from mpi4dl_nb.planning.plan_cache import forecast as forecast
+from mpi4dl_nb.planning.plan_cache import largest_image as largest_image
+from mpi4dl_nb.planning.plan_cache import scaling as scaling
+from mpi4dl_nb.planning.plan_tuner import PlanTuner as PlanTuner
+from mpi4dl_nb.planning.plan_tuner import TuningResult as TuningResult
+from mpi4dl_nb.planning.plan_tuner import tune as tune
 from mpi4dl_nb.training.training import Training as Training
 from mpi4dl_nb.widgets.configurator import Configurator as Configurator
 from mpi4dl_nb.widgets.monitor import Monitor as Monitor

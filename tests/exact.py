@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import MODEL, TensorSpec
 from mpi4dl_nb.engines.graph.outputs import call_loss, collect_from_prediction
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program.rng import CounterRNGMode
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.rng import CounterRNGMode
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import cut_inputs
 

@@ -30,8 +30,8 @@ from mpi4dl_nb.engines.predict.explain import explain
 from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.search import generate_plans
-from mpi4dl_nb.plan_benchmark import Candidate
-from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
+from mpi4dl_nb.planning.plan_benchmark import Candidate
+from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from tests.typical import typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4

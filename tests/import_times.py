@@ -18,7 +18,7 @@ IMPORTS = {
     "a model": "import torch; from mpi4dl_nb import resnet20_v1",
     "a training": "import torch; from mpi4dl_nb import Cluster, Plan, Training",
     "every public name": "import torch; from mpi4dl_nb import *",
-    "a rank's functions": "import torch, mpi4dl_nb.engines.train.rank_functions",
+    "a rank's functions": "import torch, mpi4dl_nb.engines.server.rank_functions",
 }
 
 

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from skimage.data import immunohistochemistry
 from torch import nn
 
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.dataset import to_network_input
 from mpi4dl_nb.engines.images.mask_file import MaskFile
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.models import UNet
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from tests.mpi import mpi_command, mpi_environment
 
 RANKS, LEVELS, TILE, REGION, MARGIN, REGIONS = 4, 4, 512, 1024, 64, 10

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import LabelledImages, Subset
 from mpi4dl_nb.engines.images.folder import write_boxes_table, write_masks_table
 from mpi4dl_nb.engines.images.tables import table_images
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.training_events import count_predictions
 from mpi4dl_nb.training.fit_run import History
 

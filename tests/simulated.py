@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import forecast

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster import mpi_ranks
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import RankError
-from mpi4dl_nb.launch import mpi_library, mpi_ranks, reaper_process, startup_monitor
+from mpi4dl_nb.launch import mpi_library, reaper_process, startup_monitor
 
 CASES: dict[str, Case] = {}
 OPEN: list[socket.socket] = []

@@ -21,17 +21,17 @@ PURE = (
     "mpi4dl_nb.engines.comm.supervisor",
     "mpi4dl_nb.engines.cli.plan_options",
     "mpi4dl_nb.engines.plan",
-    "mpi4dl_nb.engines.spatial.layout",
+    "mpi4dl_nb.engines.plan.layout",
     "mpi4dl_nb.engines.graph.model_graph",
     "mpi4dl_nb.engines.comm.output",
     "mpi4dl_nb.engines.images.regular_file",
     "mpi4dl_nb.engines.images.metadata.*",
     "mpi4dl_nb.engines.images.orientation",
     "mpi4dl_nb.engines.comm.start",
-    "mpi4dl_nb.engines.spatial.tiles",
-    "mpi4dl_nb.engines.spatial.windows",
-    "mpi4dl_nb.engines.program.schedule",
-    "mpi4dl_nb.engines.program.make_schedule",
+    "mpi4dl_nb.engines.geometry.tiles",
+    "mpi4dl_nb.engines.geometry.windows",
+    "mpi4dl_nb.engines.plan.schedule",
+    "mpi4dl_nb.engines.plan.make_schedule",
     "mpi4dl_nb.engines.program.effects",
     "mpi4dl_nb.engines.program.exchange",
     "mpi4dl_nb.engines.program.instructions",
@@ -169,19 +169,23 @@ def test_the_house_keeps_its_arrows():
         ("engines/program/worker.py", "from mpi4dl_nb import draw", "mpi4dl_nb"),
         ("engines/program/worker.py", "from mpi4py import MPI", "mpi4py"),
         ("engines/program/worker.py", "importlib.import_module('mpi4py.MPI')", "mpi4py.MPI"),
-        ("mpi4dl_nb/cluster.py", "from mpi4py.MPI import COMM_WORLD", "mpi4py.MPI"),
-        ("engines/plan.py", "import torch", "torch"),
-        ("engines/plan.py", "from .spatial import norm", "mpi4dl_nb.engines.spatial.norm"),
-        ("engines/spatial/tiles.py", "from . import operator_table", "mpi4dl_nb.engines.spatial.operator_table"),
-        ("engines/spatial/tiles.py", "from ..graph.trace import trace", "mpi4dl_nb.engines.graph.trace"),
-        ("engines/program/make_schedule.py", "from ..program import Worker", "mpi4dl_nb.engines.program"),
+        ("mpi4dl_nb/cluster/cluster.py", "from mpi4py.MPI import COMM_WORLD", "mpi4py.MPI"),
+        ("engines/plan/__init__.py", "import torch", "torch"),
+        ("engines/plan/__init__.py", "from ..compiler import norm", "mpi4dl_nb.engines.compiler.norm"),
+        (
+            "engines/geometry/tiles.py",
+            "from ..compiler import norm",
+            "mpi4dl_nb.engines.compiler.norm",
+        ),
+        ("engines/geometry/tiles.py", "from ..graph.trace import trace", "mpi4dl_nb.engines.graph.trace"),
+        ("engines/plan/make_schedule.py", "from ..program import Worker", "mpi4dl_nb.engines.program"),
         ("mpi4dl_nb/draw/plan.py", "import ipywidgets", "ipywidgets"),
         ("mpi4dl_nb/draw/plan.py", "from mpi4dl_nb.widgets import Slicer", "mpi4dl_nb.widgets"),
         ("mpi4dl_nb/draw/plan.py", "from ..widgets import slicer", "mpi4dl_nb.widgets"),
     ],
 )
 def test_a_forbidden_import_is_seen(path, source, name):
-    rooms = ["engines/spatial/norm.py", "engines/spatial/operator_table.py", "engines/program/__init__.py"]
+    rooms = ["engines/compiler/norm.py", "engines/compiler/operator_table.py", "engines/program/__init__.py"]
     found = complaints({**dict.fromkeys(rooms, ""), path: source})
     assert any(line.startswith(f"{path}:") and f" imports {name}, but " in line for line in found)
 
@@ -190,16 +194,16 @@ def test_a_forbidden_import_is_seen(path, source, name):
     ("path", "source"),
     [
         ("engines/comm/mpi.py", "from mpi4py import MPI\nimport torch"),
-        ("engines/spatial/windows.py", "from . import tiles\nfrom .tiles import Span\nimport numpy as np"),
+        ("engines/geometry/windows.py", "from . import tiles\nfrom .tiles import Span\nimport numpy as np"),
         ("engines/pipeline/__init__.py", "from .schedule import fill_drain"),
-        ("engines/program/make_schedule.py", "from mpi4dl_nb.engines.errors import PlanError\nfrom enum import Enum"),
-        ("engines/spatial/operator_table.py", "import torch\nfrom ..errors import TraceError"),
+        ("engines/plan/make_schedule.py", "from mpi4dl_nb.engines.errors import PlanError\nfrom enum import Enum"),
+        ("engines/compiler/operator_table.py", "import torch\nfrom ..errors import TraceError"),
         ("mpi4dl_nb/widgets/stepper.py", "import ipywidgets\nfrom mpi4dl_nb.draw import draw_tiles"),
-        ("mpi4dl_nb/cluster.py", "import ipyparallel\nfrom mpi4dl_nb.engines.plan import Plan"),
+        ("mpi4dl_nb/cluster/cluster.py", "import ipyparallel\nfrom mpi4dl_nb.engines.plan import Plan"),
     ],
 )
 def test_an_allowed_import_is_let_through(path, source):
-    rooms = ["engines/spatial/tiles.py", "engines/program/make_schedule.py"]
+    rooms = ["engines/geometry/tiles.py", "engines/plan/make_schedule.py"]
     assert complaints({**dict.fromkeys(rooms, ""), path: source}) == []
 
 

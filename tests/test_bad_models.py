@@ -116,7 +116,7 @@ def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module]
     assert f'It is in op, "{__file__}", line {line}: {text}. ' in told
     assert "Either end the spatial stages before it (a smaller spatial_size, or another balance)" in told
     assert (
-        f'write a rule: a function like those in engines/spatial/entries, under @register_rule("{operator}").' in told
+        f'write a rule: a function like those in engines/compiler/entries, under @register_rule("{operator}").' in told
     )
 
 

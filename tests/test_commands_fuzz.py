@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.errors import ImageError, PlanError, RankError, TraceErro
 from mpi4dl_nb.engines.images.picture_reader import ArrayPicture
 from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.plan.layout import check_fits
 from tests.fuzz.commands import OneOfMany, run, write_files
 
 ROOT = Path(__file__).parents[1]

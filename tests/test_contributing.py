@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import pytest
 
+from mpi4dl_nb.engines.compiler import operator_table
 from mpi4dl_nb.engines.images import folder, picture
+from mpi4dl_nb.engines.plan import schedule
 from mpi4dl_nb.engines.predict import machines
-from mpi4dl_nb.engines.program import schedule
-from mpi4dl_nb.engines.spatial import kernels, operator_table
+from mpi4dl_nb.engines.program import kernels
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

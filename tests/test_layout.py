@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.layout import Layout, Role, check_fits
-from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.plan.layout import Layout, Role, check_fits
 
 grids = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=3)
 

@@ -40,7 +40,7 @@ def find_loaded(code: str) -> set[str]:
         ("import mpi4dl_nb; dir(mpi4dl_nb)", HEAVY),
         ("from mpi4dl_nb import Plan, PlanError, format_bytes; Plan(split_size=1)", {"torch", *NOTEBOOK}),
         ("import mpi4dl_nb.engines", HEAVY),
-        ("import mpi4dl_nb.engines.train.rank_functions, mpi4dl_nb.engines.cli.command", NOTEBOOK),
+        ("import mpi4dl_nb.engines.server.rank_functions, mpi4dl_nb.engines.cli.command", NOTEBOOK),
         ("from mpi4dl_nb import resnet20_v1; resnet20_v1()", NOTEBOOK),
     ],
 )

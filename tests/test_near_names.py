@@ -26,7 +26,7 @@ from mpi4dl_nb import (
     show_slicing,
 )
 from mpi4dl_nb.draw.halo_points import find_point
-from mpi4dl_nb.engines.program.receptive import ReceptiveFields
+from mpi4dl_nb.engines.compiler.receptive import ReceptiveFields
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony
 from mpi4dl_nb.training.step_debugger import StepDebugger
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import mpi4dl_nb.engines.spatial.tiles
+import mpi4dl_nb.engines.geometry.tiles
 from mpi4dl_nb import Plan
+from mpi4dl_nb.cluster.user_modules import is_user_module
 from mpi4dl_nb.engines.cli.options import build_model, make_parser
-from mpi4dl_nb.user_modules import is_user_module
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(split_size=2, slice_method="1x2", parts=4, schedule="1f1b")
@@ -53,10 +53,10 @@ def test_an_old_pickle_is_loaded(link: str, tmp_path):
 def test_an_old_name_is_the_same_module_and_leaves_it_as_it_is(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "engines"]:
         monkeypatch.delitem(sys.modules, name)
-    tiles = mpi4dl_nb.engines.spatial.tiles
-    assert importlib.import_module("engines.spatial.tiles") is tiles
-    assert tiles.__spec__.name == tiles.__name__ == "mpi4dl_nb.engines.spatial.tiles"
-    assert not is_user_module("engines.spatial.tiles", sys.modules["engines.spatial.tiles"])
+    tiles = mpi4dl_nb.engines.geometry.tiles
+    assert importlib.import_module("engines.geometry.tiles") is tiles
+    assert tiles.__spec__.name == tiles.__name__ == "mpi4dl_nb.engines.geometry.tiles"
+    assert not is_user_module("engines.geometry.tiles", sys.modules["engines.geometry.tiles"])
 
 
 def test_in_a_repository_the_folder_itself_is_the_same_package(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.layout import Layout
+from mpi4dl_nb.engines.plan.layout import Layout
 
 
 @pytest.mark.parametrize(

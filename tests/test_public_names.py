@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 import mpi4dl_nb
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.engines.predict.machine_checks import Noise
 from tests.sampling import EVERYTHING
 

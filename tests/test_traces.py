@@ -6,14 +6,14 @@ import pytest
 from torch import nn
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler import trace_cache
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError, PlanError
-from mpi4dl_nb.engines.graph import trace_cache
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.sizes import Sizes
-from mpi4dl_nb.plan_cache import PlanCache
+from mpi4dl_nb.planning.plan_cache import PlanCache
 
 
 @pytest.fixture

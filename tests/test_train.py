@@ -15,9 +15,9 @@ from torch import nn
 
 from mpi4dl_nb.engines.cli import options, train_command, train_images
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
-from mpi4dl_nb.engines.comm.rank_server import Failure, RankServer, recover_and_reset
 from mpi4dl_nb.engines.comm.world import run_on_all, run_on_first
 from mpi4dl_nb.engines.errors import ImageError, PlanError, ReleasedError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.images.loader import LoaderOptions
 from mpi4dl_nb.engines.images.picture import open_image
@@ -25,7 +25,7 @@ from mpi4dl_nb.engines.images.shard_reader import ShardReader
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.worker import Inputs
-from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.server.rank_server import Failure, RankServer, recover_and_reset
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, prepare, sgd
 from mpi4dl_nb.engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run

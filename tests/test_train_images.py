@@ -15,12 +15,12 @@ from PIL import Image
 from mpi4dl_nb.engines.cli import train_command, train_images
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.augmented import KINDS, Augmented
 from mpi4dl_nb.engines.images.shard_reader import ShardReader
 from mpi4dl_nb.engines.images.tables import table_images
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 

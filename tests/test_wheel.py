@@ -49,7 +49,7 @@ def test_the_sdist_has_what_a_build_reads(built: Path):
         "README.md",
         "LICENSE",
         "mpi4dl_nb/widgets/figure_view.js",
-        "mpi4dl_nb/engines/plan.py",
+        "mpi4dl_nb/engines/plan/__init__.py",
     } <= names
 
 

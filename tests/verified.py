@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpi4dl_nb.engines.bench.gpu_check import launch
 from mpi4dl_nb.engines.cli import options
-from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.program.program import count_traffic
 from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
-from mpi4dl_nb.engines.program.make_schedule import compute_plan_bubble
+from mpi4dl_nb.engines.plan.layout import check_fits
+from mpi4dl_nb.engines.plan.make_schedule import compute_plan_bubble
 from mpi4dl_nb.engines.program.timeline import Timeline, identify_clock
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.layout import check_fits
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import cut_inputs
 

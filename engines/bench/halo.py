@@ -30,16 +30,16 @@ from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.cli.plan_options import parse_value
 from mpi4dl_nb.engines.comm.device import choose_device, choose_memory_format, choose_thread_count, use_threads
 from mpi4dl_nb.engines.comm.world import Message, World
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
-from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.plan.layout import check_fits
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.segment import Segment
-from mpi4dl_nb.engines.spatial.layout import check_fits
-from mpi4dl_nb.engines.spatial.tiles import Move, Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 
 if TYPE_CHECKING:

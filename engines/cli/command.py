@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "train": "mpi4dl_nb.engines.cli.train_command:run_train",
-    "predict": "mpi4dl_nb.engines.inference.command:predict",
+    "predict": "mpi4dl_nb.engines.cli.predict_command:predict",
     "verify": f"{__name__}:run_verify",
     "bench step": "mpi4dl_nb.engines.bench.step:run_bench_step",
     "bench memory": "mpi4dl_nb.engines.bench.measure:run_bench_memory",

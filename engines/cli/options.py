@@ -23,11 +23,11 @@ from torch import nn
 from mpi4dl_nb.engines import models
 from mpi4dl_nb.engines.cli.plan_options import parse_value
 from mpi4dl_nb.engines.comm.world import World, run_on_all, run_on_first
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
-from mpi4dl_nb.engines.spatial.layout import check_fits
+from mpi4dl_nb.engines.plan.layout import check_fits
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare, warn_of_differences
 

@@ -9,7 +9,7 @@ from itertools import islice
 from torch import nn
 
 from mpi4dl_nb.engines.cli import options
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.predict.explain import explain
 from mpi4dl_nb.engines.predict.forecast import ORDERS
 from mpi4dl_nb.engines.predict.machines import MACHINES, resolve_machine

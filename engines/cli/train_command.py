@@ -15,17 +15,17 @@ from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.cli.train_images import CROP, check_image_flags, make_datasets
 from mpi4dl_nb.engines.comm.device import get_memory_bytes
 from mpi4dl_nb.engines.comm.world import World, run_on_all, run_on_first
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_bytes
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.images.augmented import KINDS
 from mpi4dl_nb.engines.images.dataset import LabelledImages, check_classes
 from mpi4dl_nb.engines.images.examples import FITS
 from mpi4dl_nb.engines.images.loader import LoaderOptions
+from mpi4dl_nb.engines.inference.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks, warn_of_mixing
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.checkpoint_load import load
 from mpi4dl_nb.engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
-from mpi4dl_nb.engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks, warn_of_mixing
 from mpi4dl_nb.engines.train.interrupts import Interrupts
 from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images
 from mpi4dl_nb.engines.train.train_loop import (

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial import layout
+from mpi4dl_nb.engines.plan import Plan, layout
 
 # Makes the first call into the library of vector functions from one thread, before several threads can.
 #

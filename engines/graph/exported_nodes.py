@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import MODEL
 
-_OURS = ("/torch/", str(Path(__file__).parent))
+_OURS = ("/torch/", *(str(Path(__file__).parents[1] / package) for package in ("graph", "compiler")))
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 WRITTEN = "written"

@@ -12,9 +12,9 @@ from skimage.color import hed_from_rgb, rgb_from_hed
 from torch import Tensor
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.dataset import LabelledImages, Subset, parse_image_size, to_network_input
-from mpi4dl_nb.engines.spatial.rng import sample_uniform
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.program.rng import sample_uniform
 
 KINDS = ("flip", "rotate", "stain", "brightness", "contrast")
 _OF_COLOURS = frozenset(KINDS[2:])

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpi4dl_nb.engines.compiler.labels import find_label_specs, find_unchanged_labels, has_binary_labels
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.graph.labels import find_label_specs, find_unchanged_labels, has_binary_labels
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from mpi4dl_nb.engines.images.picture_reader import Pixels
-from mpi4dl_nb.engines.spatial.rng import compute_step_seed, sample_uniform
-from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.program.rng import compute_step_seed, sample_uniform
 
 
 class LabelledImages(ABC):
@@ -267,7 +267,7 @@ class SyntheticImages(LabelledImages):
     Each pixel is a function of the seed, the image's index and its position, so that nothing is stored, and only the
     pixels of a tile are generated.
 
-    >>> from mpi4dl_nb.engines.spatial.tiles import Span
+    >>> from mpi4dl_nb.engines.geometry.tiles import Span
     >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
     >>> whole = images.part(1, Tile.whole(4, 6))
     >>> torch.equal(images.part(1, Tile(Span(1, 3), Span(2, 6))), whole[:, 1:3, 2:6])

@@ -20,6 +20,7 @@ from PIL import Image
 from tifffile import TiffPage
 
 from mpi4dl_nb.engines.errors import ImageError, make_absolute
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import IGNORED
 from mpi4dl_nb.engines.images.files import (
     JPEG_HEAD,
@@ -52,7 +53,6 @@ from mpi4dl_nb.engines.images.tiff_layout import (
 )
 from mpi4dl_nb.engines.images.tiff_page import Descriptor, TiffPageReader, check_segment_size
 from mpi4dl_nb.engines.images.zarr import is_zarr
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 Numbers = NDArray[Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 
 # The eight symmetries of a rectangle: 5 to 8 swap rows and columns, and each of the four corners may come first.
 SWAPPED = (5, 6, 7, 8)

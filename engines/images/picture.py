@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError, make_path
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.colour_profile import check_stored_colours
 from mpi4dl_nb.engines.images.files import (
     JPEG_HEAD,
@@ -53,7 +54,6 @@ from mpi4dl_nb.engines.images.pillow import (
 from mpi4dl_nb.engines.images.regular_file import open_regular
 from mpi4dl_nb.engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
 from mpi4dl_nb.engines.images.zarr import ZarrPicture, is_zarr
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 # Whole slides of many vendors through OpenSlide, and any object with OpenSlide's interface.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mpi4dl_nb.engines.errors import ImageError, describe_working_folder
 from mpi4dl_nb.engines.formatting import FactTable
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import LabelledImages, to_network_input
 from mpi4dl_nb.engines.images.examples import resize_tile
 from mpi4dl_nb.engines.images.files import translate_errors
@@ -26,7 +27,6 @@ from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.picture import Source, open_image
 from mpi4dl_nb.engines.images.picture_reader import Pixels
 from mpi4dl_nb.engines.images.regular_file import read_bounded
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 
 def immunohistochemistry() -> Pixels:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpi4dl_nb.engines.compiler.labels import LabelSpec
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.graph.labels import LabelSpec
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.images.dataset import (
     IGNORED,
@@ -24,9 +25,8 @@ from mpi4dl_nb.engines.images.dataset import (
     make_tensor,
     shuffle_indices,
 )
+from mpi4dl_nb.engines.program.rng import compute_step_seed
 from mpi4dl_nb.engines.program.worker import Inputs
-from mpi4dl_nb.engines.spatial.rng import compute_step_seed
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 # Sampler of the images of each training step; it depends only on the seed, not on plan, ranks or workers.
 

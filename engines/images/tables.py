@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl_nb.engines.errors import ImageError, describe_working_folder, make_path
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.examples import Example, ExampleImages, ShapeCache
 from mpi4dl_nb.engines.images.mask_file import Ignore, parse_ignored_numbers
 from mpi4dl_nb.engines.images.regular_file import is_within, read_bounded
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 COLUMNS = ("path", "label", "mask", "region", "level", "slide")
 """The columns of a table; see `table_images`."""

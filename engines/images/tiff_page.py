@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tifffile import TiffPage
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.files import (
     check_budget,
     check_size,
@@ -26,7 +27,6 @@ from mpi4dl_nb.engines.images.files import (
 from mpi4dl_nb.engines.images.orientation import SWAPPED, find_stored_tile, turn_back
 from mpi4dl_nb.engines.images.picture_reader import DecodeBlock
 from mpi4dl_nb.engines.images.tiff_layout import JPEG, JPEG_2000, ORIENTATION, PLAIN
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 LARGE_TILE_PX = 1 << 24  # 4096 x 4096: programs write small pages in the tiles of large ones
 TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find

@@ -29,10 +29,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.inference.class_map import ClassMap, find_pitches, halve_classes, make_colours
 from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion
 from mpi4dl_nb.engines.inference.tile_stitcher import ArraySink, Shape
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 TILE_PX, GROUP_PX = 256, 4096  # side of a tile of the file; width of a row of tiles that is read at once
 MOST_PNG_PX = 1 << 29

@@ -18,22 +18,22 @@ from mpi4dl_nb.engines.comm.device import (
     use_threads,
 )
 from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.compiler.compile import Compiler, compile_plan
+from mpi4dl_nb.engines.compiler.model_mixing import find_mixing
+from mpi4dl_nb.engines.compiler.operand_types import check_operand_types, trace_in_fitting_type
+from mpi4dl_nb.engines.compiler.operator_table import UserOps
+from mpi4dl_nb.engines.compiler.steps import describe_steps
+from mpi4dl_nb.engines.compiler.trace_cache import get_micro_batch_spec, get_shard_spec
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
-from mpi4dl_nb.engines.graph.model_mixing import find_mixing
-from mpi4dl_nb.engines.graph.operand_types import check_operand_types, trace_in_fitting_type
 from mpi4dl_nb.engines.graph.trace import trace_inference
-from mpi4dl_nb.engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
 from mpi4dl_nb.engines.images.dataset import to_network_input
 from mpi4dl_nb.engines.images.picture import crop_picture
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler, compile_plan
 from mpi4dl_nb.engines.program.program import Program
-from mpi4dl_nb.engines.program.steps import describe_steps
 from mpi4dl_nb.engines.program.worker import Inputs, Worker
-from mpi4dl_nb.engines.spatial.operator_table import UserOps
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import Recipe, collect_state, sgd
 from mpi4dl_nb.engines.train.training import copy_state_tensor, cut_inputs
 

@@ -21,18 +21,18 @@ from torch import Tensor
 from mpi4dl_nb.engines.comm.device import choose_memory_format, read_process_bytes
 from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
 from mpi4dl_nb.engines.comm.world import World, run_on_first
+from mpi4dl_nb.engines.compiler.lowering import Lowering
 from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Role
 from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction
-from mpi4dl_nb.engines.program.lowering import Lowering
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
+from mpi4dl_nb.engines.program.rng import find_sample_number
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.layout import Role
-from mpi4dl_nb.engines.spatial.rng import find_sample_number
-from mpi4dl_nb.engines.spatial.tiles import Grid
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mpi4dl_nb.engines.comm.world import Message, World, run_on_all
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning, compute_classes, compute_probabilities
 from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion
 from mpi4dl_nb.engines.program.program import ShardSpec
-from mpi4dl_nb.engines.spatial.tiles import Grid, Tile
 
 # Sinks for the tiles of a prediction, in any order: memory, for small ones, or a file (see `pyramid_sink.py`).
 

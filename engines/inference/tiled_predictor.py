@@ -33,6 +33,7 @@ from mpi4dl_nb.engines.comm.device import (
 from mpi4dl_nb.engines.comm.world import World, run_on_all
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_number, format_seconds
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
 from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion, find_state
 from mpi4dl_nb.engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
@@ -44,7 +45,6 @@ from mpi4dl_nb.engines.inference.tile_stitcher import (
     convert_pixel_scores,
 )
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import copy_state_tensor
 

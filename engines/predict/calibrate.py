@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mpi4dl_nb.engines.comm.device import count_cores, count_local_ranks, get_memory_bytes, use_threads
 from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
 from mpi4dl_nb.engines.comm.world import Message, World
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import Ref
 from mpi4dl_nb.engines.predict.calibration_runs import CalibrationRecipes, CalibrationRun, fit_machine
 from mpi4dl_nb.engines.predict.kernel_timer import (
@@ -38,7 +39,6 @@ from mpi4dl_nb.engines.program.instructions import Compute, RunningStatistics, U
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from mpi4dl_nb.engines.program.update import update_buffers
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 SIZES = (
     LayerSize(16, 16),

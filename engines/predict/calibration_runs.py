@@ -15,14 +15,14 @@ from torch import nn
 
 from mpi4dl_nb.engines.comm.status_board import get_wait_cpu_s
 from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import compute_threads
 from mpi4dl_nb.engines.predict.cost import ComputeWork, CostModel, build_step_actions
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machine_checks import compute_spread
 from mpi4dl_nb.engines.predict.rank_tally import build_tally
 from mpi4dl_nb.engines.predict.simulate import simulate
-from mpi4dl_nb.engines.program.compile import compile_plan
-from mpi4dl_nb.engines.spatial.layout import compute_threads
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches

@@ -17,6 +17,7 @@ from mpi4dl_nb.engines.formatting import (
 )
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import compute_threads
 from mpi4dl_nb.engines.predict.cost import CostModel
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machines import find_other_precision
@@ -25,7 +26,6 @@ from mpi4dl_nb.engines.predict.simulate import simulate
 from mpi4dl_nb.engines.predict.tallies import RankTally
 from mpi4dl_nb.engines.program.program import Program, Traffic, count_traffic
 from mpi4dl_nb.engines.program.timeline import Timeline, compute_time_shares
-from mpi4dl_nb.engines.spatial.layout import compute_threads
 
 ORDERS = {"speed": "most images per second", "memory": "least memory of the fullest rank"}
 """What plans may be ordered `by`, and which of them is then the best."""

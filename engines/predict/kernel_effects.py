@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import mpi4dl_nb.engines.spatial.rng  # noqa: F401  (gives the kernels of random numbers their names)
+import mpi4dl_nb.engines.program.rng  # noqa: F401  (gives the kernels of random numbers their names)
 from mpi4dl_nb.engines.comm.device import choose_memory_format
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.graph.export_reader import FlopCount
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED
-from mpi4dl_nb.engines.spatial.kernels import get_kernel
+from mpi4dl_nb.engines.program.kernels import get_kernel
 
 _TOO_LARGE = 1 << 28  # bytes of arguments, up to which a kernel without a meta implementation is run on the CPU
 

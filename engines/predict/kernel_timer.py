@@ -30,7 +30,7 @@ from mpi4dl_nb.engines.predict.kernel_effects import LocalTensor
 from mpi4dl_nb.engines.predict.machine import Speed
 from mpi4dl_nb.engines.predict.rank_tally import build_op_tally
 from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
-from mpi4dl_nb.engines.spatial.kernels import get_kernel
+from mpi4dl_nb.engines.program.kernels import get_kernel
 
 # The kernels that a calibration times: those of the layers of common networks, in tiles and whole.
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
 from mpi4dl_nb.engines.predict.machines import resolve_machine

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.stages import find_layers
+from mpi4dl_nb.engines.compiler.steps import StepLabel, label_steps
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.stages import find_layers
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.memory_simulation import MemoryTracker, simulate_memory
 from mpi4dl_nb.engines.predict.rank_tally import build_tallies, build_tally
 from mpi4dl_nb.engines.predict.tallies import RankTally
-from mpi4dl_nb.engines.program.compile import Compiler
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import SumGradients
 from mpi4dl_nb.engines.program.program import Program
-from mpi4dl_nb.engines.program.steps import StepLabel, label_steps
 
 KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", "passing", "messages")
 """`activations` are saved for backward, `halos` are their received parts. `passing` is the temporary memory of a

@@ -24,9 +24,9 @@ from mpi4dl_nb.engines.predict.tallies import (
 )
 from mpi4dl_nb.engines.program.effects import LocalOp, Phase
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
+from mpi4dl_nb.engines.program.kernels import SLOT_ARGUMENTS
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program
 from mpi4dl_nb.engines.program.segment import find_in_place, find_last_reads, find_out_kernel
-from mpi4dl_nb.engines.spatial.kernels import SLOT_ARGUMENTS
 
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
 

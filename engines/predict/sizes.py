@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_names
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machines import resolve_machine
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
-from mpi4dl_nb.engines.program.compile import Compiler
 
 
 @dataclass(frozen=True, repr=False)

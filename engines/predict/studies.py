@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import (
     FactTable,
@@ -17,7 +18,6 @@ from mpi4dl_nb.engines.formatting import (
     format_percent,
     format_shares,
 )
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
 from mpi4dl_nb.engines.predict.forecast import Forecast, check_order, forecast

@@ -12,8 +12,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
 
+from mpi4dl_nb.engines.geometry.tiles import Move
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec, find_ref_names
-from mpi4dl_nb.engines.spatial.tiles import Move
 
 
 class Phase(Enum):

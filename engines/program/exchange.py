@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import combinations
 from typing import ClassVar
 
+from mpi4dl_nb.engines.geometry.tiles import Axes, Move, Plane, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Messages, MessageSpec, Phase
-from mpi4dl_nb.engines.spatial.tiles import Axes, Move, Plane, Tile
 
 _KEPT_BYTES = 1 << 24  # larger messages are not kept between steps: copying dominates, not set-up
 ALIGNED_BYTES = 64

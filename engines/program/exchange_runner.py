@@ -14,6 +14,7 @@ from torch import Tensor
 from mpi4dl_nb.engines.comm.device import choose_memory_format
 from mpi4dl_nb.engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
 from mpi4dl_nb.engines.comm.world import Pending, World
+from mpi4dl_nb.engines.geometry.tiles import Move
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.message_buffers import (
     MessageBuffer,
@@ -26,7 +27,6 @@ from mpi4dl_nb.engines.program.message_buffers import (
     make_persistent_messages,
     make_temporary_messages,
 )
-from mpi4dl_nb.engines.spatial.tiles import Move
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from mpi4dl_nb.engines.comm.device import choose_memory_format, has_own_memory
 from mpi4dl_nb.engines.comm.streams import DeviceEvent
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
 from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.geometry.tiles import Move, Span, Tile
 from mpi4dl_nb.engines.program.exchange import ALIGNED_BYTES, Exchange
-from mpi4dl_nb.engines.spatial.tiles import Move, Span, Tile
 
 Index = tuple[EllipsisType | slice, ...]
 

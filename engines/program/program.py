@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from mpi4dl_nb.engines.comm.all_reduce_sizes import count_sends
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes
+from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Phase, Reduction
 from mpi4dl_nb.engines.program.instructions import ModelInstruction
-from mpi4dl_nb.engines.spatial.tiles import Axes, Tile
 
 Kind = TypeVar("Kind", bound=Instruction)
 V = TypeVar("V")

@@ -15,8 +15,8 @@ from mpi4dl_nb.engines.graph.model_graph import Ref, find_ref_names
 from mpi4dl_nb.engines.program.effects import LocalOp
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner
 from mpi4dl_nb.engines.program.instructions import SEED, Compute
+from mpi4dl_nb.engines.program.kernels import get_kernel, has_kernel
 from mpi4dl_nb.engines.program.program import DirectionProgram
-from mpi4dl_nb.engines.spatial.kernels import get_kernel, has_kernel
 
 # ReLUs that overwrite their input where neither later operators nor the backward pass read it again.
 #

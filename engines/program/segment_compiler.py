@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from mpi4dl_nb.engines.errors import PlanError, RankError, iterate_causes
 from mpi4dl_nb.engines.program.effects import LocalOp
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
+from mpi4dl_nb.engines.program.kernels import get_kernel
 from mpi4dl_nb.engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
-from mpi4dl_nb.engines.spatial.kernels import get_kernel
 
 # Compile in this process: worker processes might outlive it. Read when TorchInductor is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

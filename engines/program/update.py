@@ -19,9 +19,9 @@ from mpi4dl_nb.engines.comm.streams import DeviceEvent, copy_to_device, record_e
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.program.instructions import ReduceBatchStats, SumGradients, Update
+from mpi4dl_nb.engines.program.kernels import compute_batch_statistics
 from mpi4dl_nb.engines.program.message_buffers import choose_message_device, make_message_allocator
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
-from mpi4dl_nb.engines.spatial.kernels import compute_batch_statistics
 
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 

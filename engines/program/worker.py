@@ -30,11 +30,11 @@ from mpi4dl_nb.engines.program.instructions import (
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState, Runtime
 from mpi4dl_nb.engines.program.program import CountLabels, Program, Step
+from mpi4dl_nb.engines.program.rng import compute_step_seed
 from mpi4dl_nb.engines.program.segment import Segment, find_output_allocators
 from mpi4dl_nb.engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
 from mpi4dl_nb.engines.program.timeline import TimelineEvent
 from mpi4dl_nb.engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers
-from mpi4dl_nb.engines.spatial.rng import compute_step_seed
 
 Inputs = Mapping[int, Mapping[str, Tensor]]
 """A rank's parts of the inputs: micro-batch, then input name, then tensor."""

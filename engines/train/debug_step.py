@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from mpi4dl_nb.engines.comm.device import use_threads
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Plane, Tile
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
 from mpi4dl_nb.engines.program.instructions import AllReduce, SumGradients
 from mpi4dl_nb.engines.program.program import Step
 from mpi4dl_nb.engines.program.worker import Inputs
-from mpi4dl_nb.engines.spatial.tiles import Plane, Tile
 from mpi4dl_nb.engines.train.step_report import StepReport
 from mpi4dl_nb.engines.train.train_loop import RankStepStats, collect_stats
 from mpi4dl_nb.engines.train.training import RankTraining

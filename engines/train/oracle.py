@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mpi4dl_nb.engines.comm.device import choose_device
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.graph.model_graph import to_user_name
 from mpi4dl_nb.engines.graph.outputs import call_loss, map_tensors, merge_outputs
 from mpi4dl_nb.engines.graph.owners import iterate_owners
-from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.program.rng import CounterRNGMode
 from mpi4dl_nb.engines.program.update import SCALE, UpdateRules
-from mpi4dl_nb.engines.spatial.rng import CounterRNGMode
 from mpi4dl_nb.engines.train.optimisers import Optimiser, make_optimiser
 from mpi4dl_nb.engines.train.recipe import Recipe, split_micro_batches
 

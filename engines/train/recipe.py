@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.device import choose_autocast_type
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.operator_table import UserOps
+from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.compiler.whole_loss import warn_of_mean
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import FactTable, format_names
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
 from mpi4dl_nb.engines.graph.outputs import warn_of_left_out
 from mpi4dl_nb.engines.graph.owners import iterate_owners
 from mpi4dl_nb.engines.graph.trace import StateNames, collect_state_names
-from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
-from mpi4dl_nb.engines.graph.whole_loss import warn_of_mean
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.program import Program
+from mpi4dl_nb.engines.program.rng import has_random_ops
 from mpi4dl_nb.engines.program.segment_compiler import check_compiler
 from mpi4dl_nb.engines.program.update import SCALE, Scheduler, UpdateRules
-from mpi4dl_nb.engines.spatial.operator_table import UserOps
-from mpi4dl_nb.engines.spatial.rng import has_random_ops
 from mpi4dl_nb.engines.train.optimiser_trial import (
     check_flags,
     check_groups,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
-from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.update import OptimiserStep
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, VersionTracker

@@ -10,16 +10,16 @@ from typing import Protocol
 
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.output_meaning import find_output_meaning
-from mpi4dl_nb.engines.graph.stages import cut_stages, find_layers
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.images.dataset import LabelledImages, find_ignored_label
 from mpi4dl_nb.engines.images.loader import LoaderOptions, NotReady, RankLoader
 from mpi4dl_nb.engines.images.shard_reader import ShardReader
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.worker import Inputs
 from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, freeze_weights
 from mpi4dl_nb.engines.train.step_report import StepReport

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
+from mpi4dl_nb.engines.compiler.whole_loss import with_whole_loss
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, to_user_name
-from mpi4dl_nb.engines.graph.trace_cache import Loss
-from mpi4dl_nb.engines.graph.whole_loss import with_whole_loss
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, ReplicaStudy
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining

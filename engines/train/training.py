@@ -22,11 +22,12 @@ from mpi4dl_nb.engines.comm.device import (
     use_threads,
 )
 from mpi4dl_nb.engines.comm.world import World
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.labels import LabelCounter, NonFiniteCause, find_causes
+from mpi4dl_nb.engines.compiler.labels import format_causes as describe_causes
+from mpi4dl_nb.engines.compiler.steps import describe_steps
 from mpi4dl_nb.engines.errors import LossError, PlanError
-from mpi4dl_nb.engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
-from mpi4dl_nb.engines.graph.labels import format_causes as describe_causes
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
-from mpi4dl_nb.engines.program.compile import Compiler
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import FiniteCheckAllReduce, SumGradients, Update
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
@@ -35,7 +36,6 @@ from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.program.segment import Segment
 from mpi4dl_nb.engines.program.segment_compiler import SegmentCompiler
 from mpi4dl_nb.engines.program.shared_state import SharedState
-from mpi4dl_nb.engines.program.steps import describe_steps
 from mpi4dl_nb.engines.program.timeline import identify_clock
 from mpi4dl_nb.engines.program.update import UpdateRules
 from mpi4dl_nb.engines.program.worker import Inputs, Worker

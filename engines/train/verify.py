@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.world import World, run_on_all, run_on_first
+from mpi4dl_nb.engines.compiler.labels import find_class_count
+from mpi4dl_nb.engines.compiler.operand_types import TYPE_ERROR
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, VerifyError
 from mpi4dl_nb.engines.formatting import FactTable, format_names
 from mpi4dl_nb.engines.graph.default_type import use_default_type
 from mpi4dl_nb.engines.graph.exported_nodes import find_user_line
-from mpi4dl_nb.engines.graph.labels import find_class_count
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.operand_types import TYPE_ERROR
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.program.worker import Inputs
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from mpi4dl_nb.engines.train.recipe import Recipe

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl_nb.benchmarks.cases import STUDIES
+from mpi4dl_nb.benchmarks.comparison import show_growth
 from mpi4dl_nb.benchmarks.results import BenchmarkResults, build_page, find_changes, measure_studies
-from mpi4dl_nb.draw.comparison import show_growth
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
 
 PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from mpi4dl_nb.draw.figure import format_size
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.receptive import FieldSpans, ReceptiveField, ReceptiveFields
 from mpi4dl_nb.engines.errors import ImageError, PlanError
 from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile, compute_moves
+from mpi4dl_nb.engines.geometry.windows import Shift, compute_halo_widths, compute_window
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
 from mpi4dl_nb.engines.program.effects import LocalOp
 from mpi4dl_nb.engines.program.exchange import Exchange
-from mpi4dl_nb.engines.program.receptive import FieldSpans, ReceptiveField, ReceptiveFields
-from mpi4dl_nb.engines.spatial.layout import Layout, Role, StageRanks
-from mpi4dl_nb.engines.spatial.tiles import Move, Tile, compute_moves
-from mpi4dl_nb.engines.spatial.windows import Shift, compute_halo_widths, compute_window
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
 from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
+from mpi4dl_nb.engines.compiler.receptive import FieldSpans
+from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.stages import cut_stages, find_layers
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.receptive import FieldSpans
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from mpi4dl_nb.draw.figure import (
     format_count,
     format_ranks,
 )
+from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.explain import describe_plan
 from mpi4dl_nb.engines.predict.machine import Machine

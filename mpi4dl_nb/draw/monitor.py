@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.program.timeline import TimeShares
-from mpi4dl_nb.engines.spatial.layout import Layout
 from mpi4dl_nb.engines.train.interrupts import StoppedError
 from mpi4dl_nb.engines.train.step_report import build_timeline
 from mpi4dl_nb.training.fit_run import History

@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile
 from mpi4dl_nb.engines.images.picture import crop_picture
 from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels, make_thumbnail
-from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
 
 WHOLE_PX, REGION_PX = 1200, 800  # longer side as read; more than a screen shows
 EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from mpi4dl_nb.draw.figure import format_size
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint
 from mpi4dl_nb.engines.formatting import format_microns
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile, compute_moves
 from mpi4dl_nb.engines.images.picture_reader import Picture
-from mpi4dl_nb.engines.spatial.tiles import Move, Tile, compute_moves
 
 
 @dataclass(frozen=True, repr=False)

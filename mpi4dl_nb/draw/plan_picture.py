@@ -12,9 +12,9 @@ from mpi4dl_nb.draw.figure import format_count
 from mpi4dl_nb.draw.rank_map import group_loads
 from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_seconds
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Layout, StageRanks
 from mpi4dl_nb.engines.predict.forecast import Forecast, RankLoad
 from mpi4dl_nb.engines.predict.machine import Machine
-from mpi4dl_nb.engines.spatial.layout import Layout, StageRanks
 
 # The parts of the picture that need no compiling: which block of which image is whose.
 

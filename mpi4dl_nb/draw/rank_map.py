@@ -12,15 +12,15 @@ from torch import nn
 
 from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_seconds
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Layout, Pipeline, StageRanks
 from mpi4dl_nb.engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_time
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machines import resolve_machine
-from mpi4dl_nb.engines.program.compile import compile_plan
-from mpi4dl_nb.engines.spatial.layout import Layout, Pipeline, StageRanks
 from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd

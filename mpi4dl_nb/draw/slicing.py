@@ -53,15 +53,15 @@ from mpi4dl_nb.draw.tilemap import (
     mark_zoom,
     tint_halo,
 )
+from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes, format_microns
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.images.picture import Source, open_image
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.receptive import ReceptiveField
-from mpi4dl_nb.engines.spatial.layout import StageRanks
-from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.plan.layout import StageRanks
 from mpi4dl_nb.engines.train.recipe import Recipe
 
 READINGS = ("layer", "picture")

@@ -31,9 +31,9 @@ from mpi4dl_nb.draw.stepper import (
 )
 from mpi4dl_nb.draw.timeline import SLOTS
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
-from mpi4dl_nb.engines.spatial.layout import Layout
-from mpi4dl_nb.training.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
+from mpi4dl_nb.engines.train.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger

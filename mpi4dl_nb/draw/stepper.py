@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
 from mpi4dl_nb.draw.tilemap import NOT_OWN, PADDING
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
+from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes
-from mpi4dl_nb.engines.program.schedule import Schedule
-from mpi4dl_nb.engines.program.steps import StepLabel
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
-from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
+from mpi4dl_nb.engines.plan.schedule import Schedule
+from mpi4dl_nb.engines.train.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger

@@ -21,11 +21,11 @@ from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 from mpi4dl_nb.draw.figure import CASING, INK, TILE_COLOURS, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
 from mpi4dl_nb.draw.navigation import RasterCache, compute_layer_microns
+from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.formatting import format_microns
+from mpi4dl_nb.engines.geometry.tiles import Move, Span, Tile
 from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels
-from mpi4dl_nb.engines.program.receptive import ReceptiveField
-from mpi4dl_nb.engines.spatial.layout import StageRanks
-from mpi4dl_nb.engines.spatial.tiles import Move, Span, Tile
+from mpi4dl_nb.engines.plan.layout import StageRanks
 
 # Texts on a picture: legible on any colour, inside the tile that they describe, and without overlap.
 

@@ -24,10 +24,10 @@ from mpi4dl_nb.draw.figure import (
 )
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.make_schedule import compute_plan_bubble
-from mpi4dl_nb.engines.program.schedule import ActionKind, PipelineAction, Schedule
+from mpi4dl_nb.engines.plan.layout import Layout
+from mpi4dl_nb.engines.plan.make_schedule import compute_plan_bubble
+from mpi4dl_nb.engines.plan.schedule import ActionKind, PipelineAction, Schedule
 from mpi4dl_nb.engines.program.timeline import WORK, Timeline, TimelineEvent
-from mpi4dl_nb.engines.spatial.layout import Layout
 
 # Labels in the bars of a timeline, where there is room for them.
 
@@ -251,8 +251,8 @@ def show_schedule(schedule: Schedule) -> Drawing:
     labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
     Raises PlanError if there is no work.
 
-    >>> from mpi4dl_nb.engines.program.make_schedule import make_schedule
-    >>> from mpi4dl_nb.engines.program.schedule import Batch
+    >>> from mpi4dl_nb.engines.plan.make_schedule import make_schedule
+    >>> from mpi4dl_nb.engines.plan.schedule import Batch
     >>> from mpi4dl_nb import show_schedule
     >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
     >>> figure = show_schedule(made)

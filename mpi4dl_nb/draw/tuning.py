@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.engines.predict.explain import describe_plan, format_grids, format_rate
 from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
-from mpi4dl_nb.plan_benchmark import Candidate, sort_candidates
+from mpi4dl_nb.planning.plan_benchmark import Candidate, sort_candidates
 
 PREDICTED = BarStyle("predicted", "#56b4e9", "")
 MEASURED = BarStyle("measured", "#e69f00", "//")

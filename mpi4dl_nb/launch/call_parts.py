@@ -1,6 +1,6 @@
 """The messages of a call to a rank over ipyparallel: what is large travels in parts, each of which is progress.
 
-`engines/comm/rank_server.py` has the rank's side.
+`engines/server/rank_server.py` has the rank's side.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import ipyparallel
 
-from mpi4dl_nb.engines.comm import rank_server
-from mpi4dl_nb.engines.comm.notebook_imports import NotebookImports
+from mpi4dl_nb.engines.server import rank_server
+from mpi4dl_nb.engines.server.notebook_imports import NotebookImports
 
 PART_BYTES = 4 << 20
 _MOST_PARTS = 400  # of a call's arguments: ZeroMQ drops messages of a queue of more than 1,000

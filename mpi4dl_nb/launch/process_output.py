@@ -18,7 +18,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from mpi4dl_nb.engines.comm.output import OutputLine, RateLimiter
-from mpi4dl_nb.engines.comm.rank_server import SPOKEN
+from mpi4dl_nb.engines.server.rank_server import SPOKEN
 
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16

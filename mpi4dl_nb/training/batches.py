@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from mpi4dl_nb.engines.compiler.labels import find_invalid_labels
 from mpi4dl_nb.engines.errors import ImageError, PlanError
-from mpi4dl_nb.engines.graph.labels import find_invalid_labels
 from mpi4dl_nb.engines.graph.model_inputs import describe_value, format_packing
 from mpi4dl_nb.engines.images.dataset import cast_numbers, make_tensor
 from mpi4dl_nb.engines.plan import Plan

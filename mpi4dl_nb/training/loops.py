@@ -13,7 +13,7 @@ from typing import Any
 from mpi4dl_nb.engines.errors import ImageError, RankError
 from mpi4dl_nb.engines.images.dataset import LabelledImages, check_classes
 from mpi4dl_nb.engines.images.loader import LoaderOptions, NotReady
-from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.recipe import count_step_images
 from mpi4dl_nb.engines.train.train_loop import count_left_over, merge_stats
 from mpi4dl_nb.engines.train.training_events import Scores, StepResult

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
 from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes
 from mpi4dl_nb.engines.graph.default_type import use_default_type_of
@@ -22,6 +23,7 @@ from mpi4dl_nb.engines.graph.output_meaning import choose_kind, choose_meaning
 from mpi4dl_nb.engines.images.dataset import LabelledImages, cast_numbers, check_classes, make_tensor
 from mpi4dl_nb.engines.images.picture import Source, open_image
 from mpi4dl_nb.engines.inference.class_map import name_classes
+from mpi4dl_nb.engines.inference.evaluation import HeldOutSet, PredictedBatch, is_exact, warn_of_mixing
 from mpi4dl_nb.engines.inference.pyramid_sink import make_pyramid
 from mpi4dl_nb.engines.inference.rank_predictor import (
     join_predictions,
@@ -31,9 +33,7 @@ from mpi4dl_nb.engines.inference.rank_predictor import (
 )
 from mpi4dl_nb.engines.inference.tile_stitcher import KINDS, ArraySink, get_output_channels, get_output_dtype
 from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
-from mpi4dl_nb.engines.program.compile import compile_plan
-from mpi4dl_nb.engines.train import rank_functions
-from mpi4dl_nb.engines.train.evaluation import HeldOutSet, PredictedBatch, is_exact, warn_of_mixing
+from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.training import cut_inputs
 from mpi4dl_nb.engines.train.training_events import Scores
 from mpi4dl_nb.training.training_handle import TrainingHandle

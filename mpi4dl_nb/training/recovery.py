@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpi4dl_nb.calibrate_cluster import warn_of_gpus
-from mpi4dl_nb.cluster import HELP
+from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
+from mpi4dl_nb.cluster.cluster import HELP
+from mpi4dl_nb.engines.compiler.stages import Layer, cut_stages, find_layers
 from mpi4dl_nb.engines.errors import CheckpointError, DamagedError, PlanError, RankError
 from mpi4dl_nb.engines.formatting import format_seconds
-from mpi4dl_nb.engines.graph.stages import Layer, cut_stages, find_layers
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.predict.search import generate_plans, search
 from mpi4dl_nb.engines.train.checkpoint_owner import check_outline, read_outline

@@ -12,18 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.shards import ShardIndex
+from mpi4dl_nb.engines.compiler.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
 from mpi4dl_nb.engines.errors import PlanError, RankError
 from mpi4dl_nb.engines.formatting import FactTable, describe_unknown
-from mpi4dl_nb.engines.program.compile import Compiler
-from mpi4dl_nb.engines.program.schedule import Schedule
-from mpi4dl_nb.engines.program.shards import ShardIndex
-from mpi4dl_nb.engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
-from mpi4dl_nb.engines.spatial.layout import Layout
-from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.plan.layout import Layout
+from mpi4dl_nb.engines.plan.schedule import Schedule
+from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.debug_step import StepState
-from mpi4dl_nb.engines.train.train_loop import merge_stats
-from mpi4dl_nb.engines.train.training import cut_inputs
-from mpi4dl_nb.training.step_events import (
+from mpi4dl_nb.engines.train.step_events import (
     BOUND_PX,
     RankEvent,
     StepEvent,
@@ -33,6 +31,8 @@ from mpi4dl_nb.training.step_events import (
     find_transfers,
     make_schedule,
 )
+from mpi4dl_nb.engines.train.train_loop import merge_stats
+from mpi4dl_nb.engines.train.training import cut_inputs
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
 

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpi4dl_nb.calibrate_cluster import warn_of_gpus
+from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.steps import label_steps
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
 from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.graph.default_type import use_default_type
@@ -30,10 +32,8 @@ from mpi4dl_nb.engines.images.loader import LoaderOptions
 from mpi4dl_nb.engines.inference.tiled_predictor import TiledPrediction
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
-from mpi4dl_nb.engines.program.compile import compile_plan
-from mpi4dl_nb.engines.program.steps import label_steps
 from mpi4dl_nb.engines.program.timeline import Timeline
-from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.checkpoint_save import KEEP
 from mpi4dl_nb.engines.train.optimiser_trial import count_states
 from mpi4dl_nb.engines.train.step_report import build_timeline

@@ -13,23 +13,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mpi4dl_nb.cluster import Cluster, get_public_names
+from mpi4dl_nb.cluster.cluster import Cluster, get_public_names
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.labels import format_causes
+from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.compiler.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
 from mpi4dl_nb.engines.errors import LossError, LostTrainingError, RankError, make_absolute
 from mpi4dl_nb.engines.formatting import format_bytes, format_html_table
-from mpi4dl_nb.engines.graph.labels import format_causes
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
 from mpi4dl_nb.engines.graph.model_state import ModelState
 from mpi4dl_nb.engines.graph.python_values import TracedValues
-from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
-from mpi4dl_nb.engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
+from mpi4dl_nb.engines.inference.evaluation import collect_state_dict
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.plan.layout import check_fits
 from mpi4dl_nb.engines.program.update import Scheduler
-from mpi4dl_nb.engines.spatial.layout import check_fits
-from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.checkpoint_load import open_checkpoint
 from mpi4dl_nb.engines.train.checkpoint_save import KEEP
-from mpi4dl_nb.engines.train.evaluation import collect_state_dict
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, prepare, sgd, warn_of_differences
 from mpi4dl_nb.engines.train.step_report import StepReport

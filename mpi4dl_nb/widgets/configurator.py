@@ -13,7 +13,7 @@ import ipywidgets
 from torch import Tensor, nn
 
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing, format_count
 from mpi4dl_nb.draw.plan_picture import (
     MOST_BLOCKS,
@@ -25,9 +25,9 @@ from mpi4dl_nb.draw.plan_picture import (
 )
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.engines.cli.plan_options import GRID, describe_texts, find_plan_option
+from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast
 from mpi4dl_nb.engines.predict.machine import Machine
@@ -35,9 +35,9 @@ from mpi4dl_nb.engines.predict.machines import MACHINES, resolve_machine
 from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd
-from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
-from mpi4dl_nb.plan_table import list_near_plans, make_plan_table
+from mpi4dl_nb.planning.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
 from mpi4dl_nb.widgets.figure_widget import StillFigure
+from mpi4dl_nb.widgets.plan_table import list_near_plans, make_plan_table
 from mpi4dl_nb.widgets.plan_view import BATCH, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
 from mpi4dl_nb.widgets.saved_page import NO_KERNEL
 from mpi4dl_nb.widgets.saved_view import SavedPart

@@ -22,8 +22,8 @@ from mpi4dl_nb.draw.step_frame import (
     pack_frame,
 )
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
+from mpi4dl_nb.engines.compiler.steps import StepCounts
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.program.steps import StepCounts
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_dropdown

@@ -10,20 +10,20 @@ import ipywidgets
 import traitlets
 from torch import Tensor, nn
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.explain import Explanation, explain
 from mpi4dl_nb.engines.predict.forecast import ORDERS, check_order
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd
-from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
-from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
+from mpi4dl_nb.planning.plan_benchmark import Candidate, replace_measured, sort_candidates
+from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style

@@ -10,6 +10,7 @@ import pytest
 
 from mpi4dl_nb.benchmarks import __main__ as command
 from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkCase, BenchmarkStudy
+from mpi4dl_nb.benchmarks.comparison import show_growth
 from mpi4dl_nb.benchmarks.results import (
     BenchmarkResults,
     BenchmarkRow,
@@ -18,7 +19,6 @@ from mpi4dl_nb.benchmarks.results import (
     measure_studies,
     run_case,
 )
-from mpi4dl_nb.draw.comparison import show_growth
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.errors import PlanError, RankError
 

@@ -9,7 +9,7 @@ import pytest
 from mpi4dl_nb.engines.bench import bubble
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.schedule import compute_bubble_share
+from mpi4dl_nb.engines.plan.schedule import compute_bubble_share
 from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 
 PLANS: dict[str, dict[str, Any]] = {

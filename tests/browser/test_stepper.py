@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Stepper, Training
 
 plan = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(5, 1), precision="float64")

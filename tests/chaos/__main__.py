@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from tests.chaos.faults import FAULTS, draw, family
 from tests.chaos.kernel import Kernels
 from tests.chaos.training import PLAN

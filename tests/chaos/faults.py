@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from mpi4dl_nb.engines.comm.rank_server import RankServer, allow_during_step
+from mpi4dl_nb.cluster.mpi_ranks import CONTROLLER_PROGRAM
 from mpi4dl_nb.engines.comm.status_board import StatusBoard
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.tiles import Tile
-from mpi4dl_nb.launch.mpi_ranks import CONTROLLER_PROGRAM
+from mpi4dl_nb.engines.server.rank_server import RankServer, allow_during_step
 from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.links import cut_connections
 from tests.chaos.training import PLAN, SHAPE

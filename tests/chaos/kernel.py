@@ -17,7 +17,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import SIGNALS, Fault, Images, family

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.engines.comm.rank_server import RankServer
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.server.rank_server import RankServer
 from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import Images, family
 from tests.chaos.training import SHAPE, model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from tests.chaos.faults import FAULTS, Fault, draw
 from tests.chaos.training import PLAN, batches
 from tests.chaos.trial import HANG_AFTER_S, Trial, Verdict

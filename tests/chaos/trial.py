@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import Mpi4dlError, RankError
 from mpi4dl_nb.engines.train.interrupts import StoppedError
 from mpi4dl_nb.launch.reaper_process import MARK, is_running
-from mpi4dl_nb.plan_benchmark import PlanTrial, run_interleaved
-from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
+from mpi4dl_nb.planning.plan_tuner import PlanTuner
 from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, speak, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpi4dl_nb.engines.cli.predict_command import load_weights
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.errors import CheckpointError, DamagedError, UnreadableError
-from mpi4dl_nb.engines.inference.command import load_weights
 from mpi4dl_nb.engines.train import checkpoint_files as manifests
 from mpi4dl_nb.engines.train import checkpoint_reader as stored_files
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints

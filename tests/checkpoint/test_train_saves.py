@@ -13,8 +13,8 @@ from torch import Tensor
 from mpi4dl_nb.engines.cli.train_command import run_train
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import CheckpointError, ImageError, PlanError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state
 from tests.checkpoint.survivor import survivor

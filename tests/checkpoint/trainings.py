@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
-from mpi4dl_nb.engines.graph.trace_cache import Loss
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.checkpoint_load import load
 from mpi4dl_nb.engines.train.checkpoint_save import save

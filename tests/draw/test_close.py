@@ -17,13 +17,13 @@ from mpi4dl_nb.draw.halo_points import HaloLayers, with_fused_halos
 from mpi4dl_nb.draw.navigation import RasterCache
 from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, show_slicing
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.receptive import ReceptiveFields
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.exchange import Exchange
-from mpi4dl_nb.engines.program.receptive import ReceptiveFields
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 

@@ -18,10 +18,10 @@ from mpi4dl_nb.draw.plan_picture import (
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.predict.forecast import RankLoad, forecast
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.program.program import Traffic
-from mpi4dl_nb.engines.spatial.layout import Layout
 from mpi4dl_nb.engines.train.recipe import prepare
 
 LIMIT = 1000

@@ -11,15 +11,15 @@ from legible import read, unreadable
 from mpi4dl_nb import show_ranks
 from mpi4dl_nb.draw.rank_map import draw_ranks
 from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.predict.forecast import count_load
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.program import count_traffic
-from mpi4dl_nb.engines.spatial.layout import Layout
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 

@@ -10,8 +10,8 @@ from legible import read, unreadable
 import mpi4dl_nb
 from mpi4dl_nb.draw.timeline import SLOTS, show_schedule
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.program.make_schedule import make_schedule
-from mpi4dl_nb.engines.program.schedule import ActionKind, Batch, Schedule
+from mpi4dl_nb.engines.plan.make_schedule import make_schedule
+from mpi4dl_nb.engines.plan.schedule import ActionKind, Batch, Schedule
 
 
 def line(ranks: int, per_rank: int = 1) -> list[tuple[int, ...]]:

@@ -8,12 +8,12 @@ from legible import read, unreadable
 from torch import nn
 
 from mpi4dl_nb import show_traffic
+from mpi4dl_nb.engines.compiler import trace_cache
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.graph import trace_cache
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.models import resnet_v2
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.program import count_traffic
 from mpi4dl_nb.engines.train.recipe import prepare
 

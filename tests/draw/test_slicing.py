@@ -23,15 +23,15 @@ from mpi4dl_nb.draw.halo_points import find_halo_points, find_point
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.tilemap import OTHER_HALO, TINT
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.errors import ImageError, PlanError
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile
 from mpi4dl_nb.engines.images.picture_reader import ArrayPicture
 from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.timeline import TimelineEvent
-from mpi4dl_nb.engines.spatial.tiles import Move, Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpi4dl_nb import Cluster, Configurator, Plan, Training, Workbench, show_slicing
 from mpi4dl_nb.draw.step_frame import describe_scene, pack_frame
 from mpi4dl_nb.draw.stepper import describe_step, show_step
-from mpi4dl_nb.training.step_events import StepView
+from mpi4dl_nb.engines.train.step_events import StepView
 
 SHAPE = 4, 3, 8, 8
 PLANS = {

@@ -188,7 +188,7 @@ def no_work(ranks: int) -> Iterator[None]:
             for name in names:
                 stack.enter_context(patch(f"mpi4dl_nb.engines.bench.{file}.bench_{name}", _cut))
         stack.enter_context(patch("mpi4dl_nb.engines.cli.train_command.run", _cut))
-        stack.enter_context(patch("mpi4dl_nb.engines.inference.command.TiledPredictor.run", _cut))
+        stack.enter_context(patch("mpi4dl_nb.engines.cli.predict_command.TiledPredictor.run", _cut))
         stack.enter_context(patch("mpi4dl_nb.engines.bench.read.measure_host_peak_bytes", _cut))
         stack.enter_context(patch("mpi4dl_nb.engines.predict.published_replay.PublishedReplay.simulate_result", _cut))
         stack.enter_context(patch("mpi4dl_nb.engines.bench.gpu_check.launch", _cut))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import forecast
 from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed

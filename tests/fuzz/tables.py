@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from PIL import Image
 
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import LabelledImages
 from mpi4dl_nb.engines.images.folder import folder_images, write_boxes_table, write_masks_table
 from mpi4dl_nb.engines.images.sample_data import load_cifar_images
 from mpi4dl_nb.engines.images.tables import table_images
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.fuzz.damage import damaged_bytes
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.pictures import odd_picture

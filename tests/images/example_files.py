@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 
 RANDOM = np.random.default_rng(0)
 PIXELS = RANDOM.integers(0, 256, (60, 80, 3), dtype=np.uint8)

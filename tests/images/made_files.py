@@ -16,10 +16,10 @@ import tifffile
 from numpy.typing import NDArray
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.mask_file import MaskFile
 from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 from mpi4dl_nb.engines.images.picture import open_image
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 Array = NDArray[Any]
 Expected = Array | str

@@ -13,10 +13,10 @@ from PIL import Image
 
 from mpi4dl_nb.engines.cli import command
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.images.folder import write_boxes_table, write_masks_table
 from mpi4dl_nb.engines.images.picture import open_cached, open_image
 from mpi4dl_nb.engines.images.tables import COLUMNS, table_images, write_table
-from mpi4dl_nb.engines.spatial.tiles import Grid, Tile
 from tests.images.made_slides import shared, tissue, write_pages
 
 OBJECT = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.sample_data import load_cifar_images
-from mpi4dl_nb.engines.spatial.tiles import Grid, Tile
 
 SIZE = (37, 50)
 RANDOM = np.random.default_rng(0)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.images.augmented import KINDS, Augmented, restain
 from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages
 from mpi4dl_nb.engines.images.sample_data import compute_dab, immunohistochemistry
-from mpi4dl_nb.engines.spatial.tiles import Grid, Tile
 from tests.sampling import trials
 
 SIDES = st.integers(1, 40)

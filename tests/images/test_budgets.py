@@ -17,6 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images import files, folder, tiff_directory
 from mpi4dl_nb.engines.images.mask_file import open_raw_image
 from mpi4dl_nb.engines.images.ome_xml import choose_image, list_planes, parse_ome
@@ -24,7 +25,6 @@ from mpi4dl_nb.engines.images.picture import crop_picture, open_image
 from mpi4dl_nb.engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
 from mpi4dl_nb.engines.images.pillow import count_jpeg_scans
 from mpi4dl_nb.engines.images.sample_data import load_cifar_images
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc
 
@@ -343,7 +343,7 @@ from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.images import files
 from mpi4dl_nb.engines.images.mask_file import open_raw_image
 from mpi4dl_nb.engines.images.picture import open_image
-from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.geometry.tiles import Tile
 
 def measure(read, path):
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile
 from mpi4dl_nb.engines.images.dataset import IGNORED, split_by_slide
 from mpi4dl_nb.engines.images.examples import Example, ExampleImages
 from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.picture import open_image, read_shape
-from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, saved
 from tests.sampling import trials
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, make_loopback_worlds, run_ranks
-from mpi4dl_nb.engines.comm.rank_server import Failure
 from mpi4dl_nb.engines.errors import ImageError, PlanError, ReleasedError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.images.loader import LoadedBatch, LoaderOptions, RankLoader
 from mpi4dl_nb.engines.images.shard_reader import Sampler, SamplerState, ShardReader
-from mpi4dl_nb.engines.spatial.tiles import Grid, Tile
+from mpi4dl_nb.engines.server.rank_server import Failure
 
 SIZE, COUNT = (8, 12), 4
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.augmented import Augmented
 from mpi4dl_nb.engines.images.dataset import IGNORED, find_ignored_label
 from mpi4dl_nb.engines.images.tables import table_images
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 SIZE, COUNT, VOID = 16, 4, 255
 PLANS = {

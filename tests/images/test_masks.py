@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.examples import Example, ExampleImages
 from mpi4dl_nb.engines.images.mask_file import MaskFile
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, saved
 
 

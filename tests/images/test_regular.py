@@ -11,7 +11,7 @@ import pytest
 import zarr
 from PIL import Image
 
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.engines.errors import CheckpointError, ImageError, Mpi4dlError, PlanError
 from mpi4dl_nb.engines.images.folder import write_boxes_table
 from mpi4dl_nb.engines.images.picture import open_image

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile
 from mpi4dl_nb.engines.images.examples import find_nearest_pixels, resize_tile
-from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
 
 SIDES = st.integers(1, 70)
 SIZES = st.tuples(SIDES, SIDES)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.augmented import Augmented
 from mpi4dl_nb.engines.images.dataset import Subset, SyntheticImages, split_by_slide, split_indices
-from mpi4dl_nb.engines.spatial.tiles import Tile
 
 IMAGES = st.lists(st.tuples(st.sampled_from("abcdefghijkl"), st.integers(0, 2)), min_size=1, max_size=60)
 

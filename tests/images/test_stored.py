@@ -16,10 +16,10 @@ import zarr
 from PIL import Image, ImageCms, PngImagePlugin
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.dataset import IGNORED
 from mpi4dl_nb.engines.images.mask_file import MaskFile, read_mask_shape
 from mpi4dl_nb.engines.images.picture import open_image
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES
 from tests.images.made_files import write_packed_tiff
 

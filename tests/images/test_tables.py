@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images import examples, tables
 from mpi4dl_nb.engines.images.tables import table_images, write_table
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 SIZE = (12, 10)
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)

@@ -229,8 +229,8 @@ def test_zarr_nested_without_end(tmp_path):
 
 
 KNOWN = {
-    "engines/comm/rank_server.py": {"cloudpickle.loads"},  # the notebook's own calls, over its keys
-    "mpi4dl_nb/remote_call.py": {"pickle.loads"},  # the ranks' answers, over the same
+    "engines/server/rank_server.py": {"cloudpickle.loads"},  # the notebook's own calls, over its keys
+    "mpi4dl_nb/cluster/remote_call.py": {"pickle.loads"},  # the ranks' answers, over the same
     "engines/comm/world.py": {"pickle.loads"},  # what ranks of one job send each other, once it is known to be whole
     "engines/images/picture.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
     "engines/images/mask_file.py": {"np.load"},  # with allow_pickle=False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.inference.rank_predictor import (
     RankPredictor,
@@ -20,7 +21,6 @@ from mpi4dl_nb.engines.inference.rank_predictor import (
 )
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.exact import whole_numbers, with_whole_weights

@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.cli.predict_command import load_weights, predict
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import CheckpointError, ImageError, PlanError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
 from mpi4dl_nb.engines.images.picture import open_image
-from mpi4dl_nb.engines.inference.command import load_weights, predict
 from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.inference.test_turns import settled
 from tests.inference.turning import even, plain
 

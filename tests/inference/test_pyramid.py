@@ -13,13 +13,13 @@ import tifffile
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
 from mpi4dl_nb.engines.images.mask_file import MaskFile
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.inference.class_map import ClassMap, make_colours, name_classes
 from mpi4dl_nb.engines.inference.pyramid_sink import PyramidSink, make_pyramid
 from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
-from mpi4dl_nb.engines.spatial.tiles import Grid, Tile
 
 RANDOM = np.random.default_rng(1)
 

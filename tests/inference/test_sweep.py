@@ -18,6 +18,7 @@ from torch import nn
 from mpi4dl_nb.engines.comm import device
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Picture
@@ -27,7 +28,6 @@ from mpi4dl_nb.engines.inference.tile_passes import choose_grid, fit_tiles
 from mpi4dl_nb.engines.inference.tile_stitcher import ArraySink
 from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from tests.inference.test_turns import Squeezed, settled
 from tests.inference.turning import even, plain
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.inference.rank_predictor import prepare_prediction
 from mpi4dl_nb.engines.inference.tile_passes import TilePasses
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain
 from tests.sampling import trials

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.loopback import make_loopback_worlds
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.graph.outputs import collect_tensors, get_prediction
 from mpi4dl_nb.engines.inference.rank_predictor import prepare_prediction
 from mpi4dl_nb.engines.inference.tile_passes import TilePasses
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.rng import CounterRNGMode
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial.rng import CounterRNGMode
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from mpi4dl_nb.engines.train.training import cut_inputs
 
 ALONE = Plan(split_size=1, spatial_size=0, precision="float64")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace_inference
-from mpi4dl_nb.engines.spatial.kernels import get_operator
+from mpi4dl_nb.engines.program.kernels import get_operator
 from tests.exact import whole_numbers
 
 Forward = Callable[[Tensor], Tensor]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl_nb.engines.compiler.stages import find_layers
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.outputs import collect_tensors, get_prediction
-from mpi4dl_nb.engines.graph.stages import find_layers
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare

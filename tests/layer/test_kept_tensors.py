@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Plan, Training, forecast
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph import trace as traces
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.outside_state import OutsideState, holds_tensor
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.graph.traceability import check_side_effects
 from tests.layer import keeping
 

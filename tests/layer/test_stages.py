@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl_nb.engines.compiler.stages import Layer, cut_stages, find_layers
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
-from mpi4dl_nb.engines.graph.stages import Layer, cut_stages, find_layers
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from mpi4dl_nb.engines.plan import Plan

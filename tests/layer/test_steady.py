@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.graph.traceability import check_side_effects, make_traceable
 from mpi4dl_nb.engines.plan import Plan
 

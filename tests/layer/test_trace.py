@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.graph import trace as traces
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
 from mpi4dl_nb.engines.models import resnet_v1
-from mpi4dl_nb.engines.spatial.kernels import get_operator
+from mpi4dl_nb.engines.program.kernels import get_operator
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
 
 Forward = Callable[[Tensor], Tensor]
@@ -364,7 +364,7 @@ from torch import nn
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

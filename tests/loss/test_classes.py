@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler.labels import LabelSpec, find_label_specs
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.graph.labels import LabelSpec, find_label_specs
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.output_meaning import find_output_meaning
 from mpi4dl_nb.engines.images.dataset import Subset, SyntheticImages, check_classes, check_label_shape

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.plan import Plan
 
@@ -134,7 +134,7 @@ def test_the_warning_and_what_verify_compares_with(plan: Plan):
 
 def test_verify_takes_the_whole_batch_where_no_warning_was_given(monkeypatch: pytest.MonkeyPatch):
     """Were the analysis blind, verify would see it."""
-    monkeypatch.setattr("mpi4dl_nb.engines.graph.model_mixing.ModelAnalysis.find_mixing", lambda self: "")
+    monkeypatch.setattr("mpi4dl_nb.engines.compiler.model_mixing.ModelAnalysis.find_mixing", lambda self: "")
     with Cluster(1, backend="loopback") as cluster:
         for change, right in (("mixup by flip", False), ("mean", False)):
             proof = Training(Changed(MIXING[change]), SEVERAL, cluster, (2, 3, 8, 8)).verify()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.compiler.labels import find_invalid_labels, find_label_specs
 from mpi4dl_nb.engines.errors import ImageError, LossError
-from mpi4dl_nb.engines.graph.labels import find_invalid_labels, find_label_specs
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.compiler.whole_loss import ImageWeights, compute_mean_loss
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
-from mpi4dl_nb.engines.graph.whole_loss import ImageWeights, compute_mean_loss
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
+from mpi4dl_nb.engines.inference.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.tiles import Tile
-from mpi4dl_nb.engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.train_replicas import with_global_loss
 from mpi4dl_nb.engines.train.training import RankTraining

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler.stages import find_layers
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.stages import find_layers
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.plan import Plan
 

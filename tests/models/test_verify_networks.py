@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.engines.program import exchange_runner
+from mpi4dl_nb.engines.program import exchange_runner, kernels
 from mpi4dl_nb.engines.program.update import GradientBucket, OptimiserStep
-from mpi4dl_nb.engines.spatial import kernels
 from mpi4dl_nb.engines.train.verify import VerifyResult
 from tests.models.networks import NETWORKS, make_images, train_a_little
 

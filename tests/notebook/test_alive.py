@@ -18,10 +18,11 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from mpi4dl_nb import Cluster, Plan, Training, owned_ranks
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.cluster import owned_ranks
+from mpi4dl_nb.cluster.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_owned_ranks
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
-from mpi4dl_nb.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_owned_ranks
 from tests.notebook.test_orphans import within
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +109,7 @@ def test_python_ends_with_clusters_that_nobody_has_stopped():
 BEGIN = """
 import json, sys, threading, time, torch
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.owned_ranks import count_alive_ranks
+from mpi4dl_nb.cluster.owned_ranks import count_alive_ranks
 def left():
     deadline = time.monotonic() + 10
     while count_alive_ranks() > 2 and time.monotonic() < deadline: time.sleep(0.05)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, TraceError
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.train.recipe import prepare
 
 PLAN = Plan(split_size=1, slice_method="1x2", precision="float64")

@@ -27,17 +27,18 @@ import psutil
 import pytest
 import torch
 
-from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.engines.comm import rank_server, supervisor
+from mpi4dl_nb.cluster.cluster import Cluster
+from mpi4dl_nb.cluster.owned_ranks import count_alive_ranks
+from mpi4dl_nb.cluster.remote_call import RemoteCall
+from mpi4dl_nb.engines.comm import supervisor
 from mpi4dl_nb.engines.comm.all_reduce import all_reduce
 from mpi4dl_nb.engines.comm.device import compute_threads_per_rank
-from mpi4dl_nb.engines.comm.notebook_imports import pack
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.comm.world import Message, run_on_all
 from mpi4dl_nb.engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
+from mpi4dl_nb.engines.server import rank_server
+from mpi4dl_nb.engines.server.notebook_imports import pack
 from mpi4dl_nb.launch.supervisor_reports import RankExit
-from mpi4dl_nb.owned_ranks import count_alive_ranks
-from mpi4dl_nb.remote_call import RemoteCall
 
 N = 3
 
@@ -847,7 +848,7 @@ def test_a_tile_travels_without_its_image():
 
 @pytest.mark.nightly
 def test_the_notebook_knows_no_mpi():
-    code = "import sys, mpi4dl_nb.cluster; sys.exit('mpi4py' in sys.modules)"
+    code = "import sys, mpi4dl_nb.cluster.cluster; sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path.cwd()).returncode == 0
 
 

@@ -18,15 +18,15 @@ import zmq
 from torch.nn.functional import mse_loss
 
 from mpi4dl_nb import Plan, Training
-from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.engines.comm import rank_server
-from mpi4dl_nb.engines.comm.notebook_imports import pack
-from mpi4dl_nb.engines.comm.rank_server import Failure, Reply
+from mpi4dl_nb.cluster.cluster import Cluster
+from mpi4dl_nb.cluster.remote_call import Ranks, RemoteCall
 from mpi4dl_nb.engines.comm.status_board import RankStatus
 from mpi4dl_nb.engines.errors import RankError
+from mpi4dl_nb.engines.server import rank_server
+from mpi4dl_nb.engines.server.notebook_imports import pack
+from mpi4dl_nb.engines.server.rank_server import Failure, Reply
 from mpi4dl_nb.launch import call_parts
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
-from mpi4dl_nb.remote_call import Ranks, RemoteCall
 from tests.chaos.links import cut_connections
 
 N = 2

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.augmented import Augmented
 from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.models import UNet
-from mpi4dl_nb.engines.spatial.rng import compute_step_seed
-from mpi4dl_nb.engines.spatial.tiles import Tile
+from mpi4dl_nb.engines.program.rng import compute_step_seed
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.engines.train.training_events import count_predictions

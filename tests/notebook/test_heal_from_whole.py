@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import DamagedError, UnreadableError
 from mpi4dl_nb.engines.train import checkpoint_reader
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition

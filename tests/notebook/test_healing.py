@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
-from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.engines.comm.rank_server import RankServer
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import LossError, PlanError, RankError
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.server.rank_server import RankServer
 from mpi4dl_nb.engines.train.interrupts import StoppedError
 from mpi4dl_nb.engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.training.loops import BatchLoop

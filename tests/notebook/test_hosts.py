@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import PlanError, RankError
 from mpi4dl_nb.launch import host_agent, host_agents
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents

@@ -148,7 +148,7 @@ def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(clu
 
 
 def test_what_was_asked_of_some_ranks_alone_is_released():
-    from mpi4dl_nb.engines.comm.notebook_imports import pack
+    from mpi4dl_nb.engines.server.notebook_imports import pack
 
     with Cluster(2, backend="in_turn") as two:
         asked = two._ranks.submit(0, pack((meet, ())), pack(()))

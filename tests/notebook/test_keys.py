@@ -22,7 +22,7 @@ import zmq
 from jupyter_client.session import Session
 from zmq.utils.monitor import parse_monitor_message
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.launch import reaper_process
 
 WAIT_S = 1.5

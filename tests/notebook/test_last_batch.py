@@ -20,8 +20,8 @@ from mpi4dl_nb.engines.cli import train_images
 from mpi4dl_nb.engines.cli.train_command import run_train
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 
 SIZE, N, CLASSES = (8, 10), 4, 3
@@ -378,7 +378,7 @@ def test_drop_last_is_true_or_false(cluster):
 
 def test_ranks_hold_the_same_weights_in_a_smaller_step():
     """Where stages are balanced by cost, few images may cost otherwise; the ranks' weights are where they are."""
-    from mpi4dl_nb.engines.graph.trace_cache import TraceCache
+    from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
     from mpi4dl_nb.engines.train.train_loop import make_smaller_recipe
 
     plan = Plan(split_size=2, spatial_size=0)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.engines.comm.notebook_imports import pack
+from mpi4dl_nb.cluster.module_constants import parse_constants
+from mpi4dl_nb.cluster.user_modules import UserModules
 from mpi4dl_nb.engines.comm.start import make_command
 from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.server.notebook_imports import pack
 from mpi4dl_nb.launch.reaper_process import MARK
-from mpi4dl_nb.module_constants import parse_constants
-from mpi4dl_nb.user_modules import UserModules
 
 N = 2
 
@@ -253,7 +253,8 @@ def write(rate):
     os.utime(file, (1_000_000 + rate, 1_000_000 + rate))
 write(1)
 shell.run_cell("%load_ext autoreload\\n%autoreload 2")
-shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.user_modules import UserModules\\nmodules = UserModules()")
+shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.cluster.user_modules import UserModules")
+shell.run_cell("modules = UserModules()")
 shell.run_cell("import pickle, auto_h\\nbefore = modules.pack([rate])[0]")
 by_name = len(shell.user_ns["before"])
 write(200)
@@ -311,7 +312,7 @@ START = """
 import sys
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
-from mpi4dl_nb.module_constants import parse_constants
+from mpi4dl_nb.cluster.module_constants import parse_constants
 with Cluster(2) as cluster:
     def draws(host):
         import random

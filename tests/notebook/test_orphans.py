@@ -18,9 +18,9 @@ import psutil
 import pytest
 from jupyter_client import KernelManager
 
+from mpi4dl_nb.cluster.mpi_ranks import MpiRanks
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import reaper_process, run_directory
-from mpi4dl_nb.launch.mpi_ranks import MpiRanks
 from mpi4dl_nb.launch.reaper_process import MARK, Reaper
 from mpi4dl_nb.launch.run_directory import PidFile, remove_stale_clusters
 from tests.start_failures import CASES
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 GONE_S = 10.0
 NOTEBOOK = """if True:
     import json, os, sys
-    from mpi4dl_nb.cluster import Cluster
+    from mpi4dl_nb.cluster.cluster import Cluster
     cluster = Cluster(2).start()
     ranks = cluster._ranks
     controller, mpiexec = (launcher.pid for launcher in ranks._launchers)

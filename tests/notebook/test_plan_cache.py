@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from mpi4dl_nb import show_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import count_load, forecast, with_time
 from mpi4dl_nb.engines.predict.machines import MACHINES
-from mpi4dl_nb.engines.program.compile import compile_plan
-from mpi4dl_nb.plan_cache import PlanCache
+from mpi4dl_nb.planning.plan_cache import PlanCache
 
 SHAPE = (2, 3, 32, 32)
 PLAN = Plan(split_size=2, slice_method="2x2", data_parallel=2)

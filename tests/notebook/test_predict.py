@@ -13,11 +13,11 @@ from torch import nn
 
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
 from mpi4dl_nb.engines.models import UNet
-from mpi4dl_nb.engines.spatial.tiles import Tile
-from mpi4dl_nb.engines.train import rank_functions
+from mpi4dl_nb.engines.server import rank_functions
 
 N = 5
 PLAN = Plan(split_size=2, num_spatial_parts=4, precision="float64")

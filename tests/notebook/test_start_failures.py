@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster import mpi_ranks
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.launch import mpi_library, mpi_ranks
+from mpi4dl_nb.launch import mpi_library
 from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import find_startup_cause, format_excerpt

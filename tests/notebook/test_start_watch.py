@@ -12,11 +12,11 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
+from mpi4dl_nb.cluster.mpi_ranks import MpiRanks
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import startup_monitor
 from mpi4dl_nb.launch.cluster_processes import ClusterProcesses
-from mpi4dl_nb.launch.mpi_ranks import MpiRanks
 from mpi4dl_nb.launch.reaper_process import Reaper, is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
 

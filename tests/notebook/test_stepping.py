@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Plan, Training, show_step
 from mpi4dl_nb.engines.errors import ImageError, LossError, PlanError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
 
@@ -306,7 +306,7 @@ def test_an_interrupt_gives_the_step_up(five, monkeypatch):
     stepping = training.stepping(*batch())
     stepping.until(kind="stage", rank=0)
     with monkeypatch.context() as patched:
-        patched.setattr("mpi4dl_nb.remote_call.RemoteCall._collect", _interrupted)
+        patched.setattr("mpi4dl_nb.cluster.remote_call.RemoteCall._collect", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             stepping.finish()
     with pytest.raises(PlanError, match="interrupted"):

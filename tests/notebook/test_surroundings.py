@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import ImageError, RankError
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.launch.startup_monitor import check_cluster
 
 ROOT = Path(__file__).parents[2]
 WORKS = """
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 with Cluster(2) as cluster:
     assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
 """
@@ -48,7 +48,7 @@ def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
 PLANTED = {".openmpi": "pml = nosuch\n", ".prte": "ess = nosuch\n", ".pmix": "gds = nosuch\n"}
 SEES = """
 import os, psutil
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 with Cluster(2) as cluster:
     place = cluster._ranks._place
     assert cluster.call(lambda host: (os.environ["HOME"], os.path.expanduser("~"))) == [(os.environ["HOME"],) * 2] * 2
@@ -96,7 +96,7 @@ def test_no_file_of_a_home_or_of_a_shared_folder_decides_what_mpi_starts(tmp_pat
 
 WARNS = """
 import warnings
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 
 def warn(host):
     try:
@@ -188,7 +188,7 @@ with Cluster(2, backend={backend!r}) as cluster:
 FORKS = """
 import multiprocessing, os, sys
 import torch
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 
 def gather(host):
     return host.world.all_gather(host.world.rank)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.interrupts import Interrupts
 from mpi4dl_nb.launch.reaper_process import MARK

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from mpi4dl_nb import Cluster, Training, forecast, tune
-from mpi4dl_nb.calibrate_cluster import CalibrationCache, warn_of_gpus
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache, warn_of_gpus
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import describe_measurements, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import ImageError, PlanError, RankError, TraceError
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.explain import classify_plan, describe_plan
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machine_checks import Noise
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.program import Program, count_traffic
-from mpi4dl_nb.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
-from mpi4dl_nb.plan_tuner import PlanTuner, order_for_measurement
+from mpi4dl_nb.planning.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
+from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 from tests.sampling import EVERYTHING

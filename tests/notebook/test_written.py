@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.launch import process_output
 from mpi4dl_nb.launch.process_output import ProcessOutput
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.engines.comm.rank_server import RankServer
+from mpi4dl_nb.cluster.cluster import Cluster
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.errors import Mpi4dlError
 from mpi4dl_nb.engines.graph.model_graph import MODEL, TensorSpec
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
 from mpi4dl_nb.engines.program.worker import Worker
+from mpi4dl_nb.engines.server.rank_server import RankServer
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.peers.jobs import Arrays, find_job, make_cotangent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.program.make_schedule import make_schedule
-from mpi4dl_nb.engines.program.schedule import Batch, compute_bubble_share
+from mpi4dl_nb.engines.plan.make_schedule import make_schedule
+from mpi4dl_nb.engines.plan.schedule import Batch, compute_bubble_share
 
 LINES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 RANKS, MICRO_BATCHES = (1, 2, 3, 4, 8), range(1, 17)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.program.make_schedule import make_schedule
-from mpi4dl_nb.engines.program.schedule import SCHEDULES, ActionKind, Batch, PipelineAction, Schedule, Slot
+from mpi4dl_nb.engines.plan.make_schedule import make_schedule
+from mpi4dl_nb.engines.plan.schedule import SCHEDULES, ActionKind, Batch, PipelineAction, Schedule, Slot
 from tests.sampling import trials
 
 Stages = list[tuple[int, ...]]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining

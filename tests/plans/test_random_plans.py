@@ -11,7 +11,7 @@ from torch import nn
 
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.loopback import run_ranks
-from mpi4dl_nb.engines.graph import trace_cache
+from mpi4dl_nb.engines.compiler import trace_cache
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.train.verify import verify
 from tests.plans.drawn_plans import command, plans

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from tests.zoo import Skips
 

@@ -7,8 +7,8 @@ import pytest
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.predict.kernel_effects import LocalTensor, infer_effect
-from mpi4dl_nb.engines.spatial import kernels
-from mpi4dl_nb.engines.spatial.kernels import register_kernel
+from mpi4dl_nb.engines.program import kernels
+from mpi4dl_nb.engines.program.kernels import register_kernel
 
 
 def image(*shape: int) -> LocalTensor:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.explain import KINDS, classify_plan, describe_plan, explain
 from mpi4dl_nb.engines.predict.forecast import forecast

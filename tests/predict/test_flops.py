@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-import mpi4dl_nb.engines.spatial.entries  # noqa: F401  (fills the operator table)
+import mpi4dl_nb.engines.compiler.entries  # noqa: F401  (fills the operator table)
+from mpi4dl_nb.engines.compiler.operator_table import get_rules, is_user_defined
 from mpi4dl_nb.engines.graph.export_reader import FlopCount, count_flops
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace_inference
 from mpi4dl_nb.engines.predict.kernel_effects import LocalTensor
 from mpi4dl_nb.engines.predict.rank_tally import build_op_tally
 from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC
-from mpi4dl_nb.engines.spatial.kernels import get_operator
-from mpi4dl_nb.engines.spatial.operator_table import get_rules, is_user_defined
+from mpi4dl_nb.engines.program.kernels import get_operator
 
 OPERATORS = sorted(
     name.removeprefix("aten.")

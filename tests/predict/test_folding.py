@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from mpi4dl_nb.engines.compiler.compile import Compiler, compile_plan
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import count_copies, forecast
 from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
 from mpi4dl_nb.engines.predict.rank_tally import build_tally
 from mpi4dl_nb.engines.predict.simulate import simulate
 from mpi4dl_nb.engines.predict.tallies import CLASSES
-from mpi4dl_nb.engines.program.compile import Compiler, compile_plan
 
 APART = Machine(
     "own devices", "by hand", {kind: (Speed((1.0,), 1e9, 5e8),) for kind in CLASSES}, call_s=1e-6, copy_per_s=1e10,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mpi4dl_nb.engines.geometry.tiles import Move
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.predict.cost import CostModel
 from mpi4dl_nb.engines.predict.links import AllReduceCost
@@ -13,7 +14,6 @@ from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, SumGradients
-from mpi4dl_nb.engines.spatial.tiles import Move
 from tests.predict.test_simulate import PX, compute, ends, run, toy
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.predict.machine import interpolate
 from mpi4dl_nb.engines.predict.machines import MACHINES

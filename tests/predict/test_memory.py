@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
 from mpi4dl_nb.engines.predict.rank_tally import build_tally
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.instructions import SumGradients
 from mpi4dl_nb.engines.train.recipe import prepare, sgd
 from tests.predict.measured import live_bytes

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb import calibrate_cluster as from_notebook
-from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from mpi4dl_nb.cluster import calibrate_cluster as from_notebook
+from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.models import chain
@@ -32,8 +32,8 @@ from mpi4dl_nb.engines.predict.machine_checks import (
     compute_spread,
 )
 from mpi4dl_nb.engines.predict.machines import MACHINES
-from mpi4dl_nb.engines.train import rank_functions
-from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.engines.server import rank_functions
+from mpi4dl_nb.planning.plan_tuner import PlanTuner
 from mpi4dl_nb.training.recovery import choose_plan
 from tests.predict.test_simulate import FLAT
 

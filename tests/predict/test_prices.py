@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.geometry.tiles import Move, Span, Tile
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict import kernel_effects, kernel_timer
@@ -32,10 +34,8 @@ from mpi4dl_nb.engines.predict.tallies import (
     classify_kernel,
     get_convolution_shape,
 )
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.program import LEAST_BYTES
-from mpi4dl_nb.engines.spatial.tiles import Move, Span, Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import forecast

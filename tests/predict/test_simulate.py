@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
@@ -18,12 +20,10 @@ from mpi4dl_nb.engines.predict.machine import Machine, Speed
 from mpi4dl_nb.engines.predict.rank_tally import build_tally
 from mpi4dl_nb.engines.predict.simulate import simulate
 from mpi4dl_nb.engines.predict.tallies import CLASSES, DirectionTally, OpTally, RankTally, SegmentTally
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program, Step
-from mpi4dl_nb.engines.spatial.tiles import Move, Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 
 PX = Tile.whole(1, 2)  # two pixels of float32: 8 bytes

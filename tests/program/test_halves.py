@@ -16,16 +16,16 @@ from torch.nn import functional
 from mpi4dl_nb.engines.bench.communication import ThrottledWorld
 from mpi4dl_nb.engines.bench.halo import run_forward
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.program import Program, count_traffic
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import verify

@@ -7,15 +7,14 @@ import torch
 from torch import nn
 
 from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes, LocalTensor, infer_effect
-from mpi4dl_nb.engines.program import segment
-from mpi4dl_nb.engines.program.compile import compile_plan
+from mpi4dl_nb.engines.program import kernels, segment
 from mpi4dl_nb.engines.program.effects import LocalOp
 from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.segment import FORGETFUL, find_in_place
-from mpi4dl_nb.engines.spatial import kernels
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches

@@ -13,18 +13,18 @@ from torch.nn import functional
 
 from mpi4dl_nb.engines.comm.all_reduce import all_reduce
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.steps import DependencyOrder, label_steps
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.cost import JoinAllReduce, build_step_actions
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.predict.memory_simulation import simulate_memory
 from mpi4dl_nb.engines.predict.rank_tally import build_tally
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Phase, Reduction
 from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.micro_batch import KERNELS, MicroBatchState
 from mpi4dl_nb.engines.program.program import Program, Step, count_traffic
-from mpi4dl_nb.engines.program.steps import DependencyOrder, label_steps
 from mpi4dl_nb.engines.program.worker import Worker
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import cut_inputs

@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import Update
 from mpi4dl_nb.engines.program.program import Program
-from mpi4dl_nb.engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
 from mpi4dl_nb.engines.train.recipe import prepare
 
 PLANS = {

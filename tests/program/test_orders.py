@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler import compile as compiling
+from mpi4dl_nb.engines.compiler.compile import compile_plan, make_buckets
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program import compile as compiling
-from mpi4dl_nb.engines.program.compile import compile_plan, make_buckets
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import Compute, SumGradients
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare

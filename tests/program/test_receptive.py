@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from mpi4dl_nb.engines.compiler import receptive
+from mpi4dl_nb.engines.compiler.receptive import ReceptiveFields
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace_inference
 from mpi4dl_nb.engines.models import resnet20_v1
-from mpi4dl_nb.engines.program import receptive
-from mpi4dl_nb.engines.program.receptive import ReceptiveFields
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
 
 SHAPE = (1, 2, 40, 44)
 NETS = {

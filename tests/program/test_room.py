@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from mpi4dl_nb.engines.bench.halo import run_forward
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.program import kernels
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.segment import _INTO, find_out_kernel, find_output_allocators
-from mpi4dl_nb.engines.spatial import kernels
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 

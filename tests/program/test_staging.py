@@ -11,10 +11,10 @@ from mpi4dl_nb.engines.bench.halo import run_backward, run_forward
 from mpi4dl_nb.engines.comm import mpi
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.geometry.tiles import Grid, Move, Tile, compute_moves
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
-from mpi4dl_nb.engines.spatial.tiles import Grid, Move, Tile, compute_moves
 
 SIDE_PX = 8
 WHOLE = Tile.whole(SIDE_PX, SIDE_PX)

@@ -11,9 +11,9 @@ import torch
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.comm.world import Message, Pending
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.program import count_traffic
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining

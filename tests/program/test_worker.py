@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, SumGradients, Update

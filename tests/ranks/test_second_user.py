@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("useradd") is None, reason="two users need root"

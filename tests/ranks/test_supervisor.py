@@ -12,10 +12,10 @@ import time
 import psutil
 import pytest
 
+from mpi4dl_nb.cluster.remote_call import find_hang
 from mpi4dl_nb.engines.comm.status_board import RankStatus, StatusBoard, report_working
 from mpi4dl_nb.engines.comm.supervisor import MARK
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank, SupervisorReports
-from mpi4dl_nb.remote_call import find_hang
 
 SUPERVISOR = "mpi4dl_nb.engines.comm.supervisor"
 SAYS = (

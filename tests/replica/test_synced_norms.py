@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
 from tests.training.test_verify import SGD
 

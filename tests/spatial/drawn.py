@@ -9,8 +9,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mpi4dl_nb.engines.spatial.tiles import Grid, split_axis
-from mpi4dl_nb.engines.spatial.windows import SlidingWindow, compute_halo_widths
+from mpi4dl_nb.engines.geometry.tiles import Grid, split_axis
+from mpi4dl_nb.engines.geometry.windows import SlidingWindow, compute_halo_widths
 from tests.exact import assert_exact, tiled
 
 Pair = tuple[int, int]

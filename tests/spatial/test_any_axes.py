@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
+from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Tile
+from mpi4dl_nb.engines.geometry.windows import SlidingWindow, compute_halo_widths, compute_window
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
-from mpi4dl_nb.engines.program.builder import Builder
+from mpi4dl_nb.engines.plan.layout import StageRanks
+from mpi4dl_nb.engines.program import kernels
 from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.kernels import pad_pixels
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
-from mpi4dl_nb.engines.program.value_layout import ValueLayout
 from mpi4dl_nb.engines.program.worker import Worker
-from mpi4dl_nb.engines.spatial import kernels
-from mpi4dl_nb.engines.spatial.kernels import pad_pixels
-from mpi4dl_nb.engines.spatial.layout import StageRanks
-from mpi4dl_nb.engines.spatial.tiles import Axes, Grid, Tile
-from mpi4dl_nb.engines.spatial.windows import SlidingWindow, compute_halo_widths, compute_window
 from tests.exact import finish, whole_numbers
 from tests.sampling import trials
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from tests.exact import assert_exact, ready, tiled, whole_numbers
 from tests.sampling import trials
 from tests.spatial.drawn import Calls, Pair, check, images_on_grids, seeds

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds

@@ -9,13 +9,9 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mpi4dl_nb.engines.models import resnet_v2
-from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
-from mpi4dl_nb.engines.program.exchange import Exchange
-from mpi4dl_nb.engines.program.program import Program
-from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile
-from mpi4dl_nb.engines.spatial.windows import (
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile
+from mpi4dl_nb.engines.geometry.windows import (
     HaloCost,
     Shift,
     SlidingWindow,
@@ -24,6 +20,10 @@ from mpi4dl_nb.engines.spatial.windows import (
     extend_tiles,
     group_cheapest,
 )
+from mpi4dl_nb.engines.models import resnet_v2
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import assert_exact, tiled, whole_numbers
 

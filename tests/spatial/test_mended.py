@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.profiler import profile
 
-from mpi4dl_nb.engines.spatial.kernels import get_kernel
+from mpi4dl_nb.engines.program.kernels import get_kernel
 
 
 @pytest.mark.sampled(6)

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.kernels import get_kernel
-from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.program.kernels import get_kernel
 from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images_on_grids, seeds

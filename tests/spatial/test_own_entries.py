@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler import operator_table
+from mpi4dl_nb.engines.compiler.operator_table import UserOps, is_user_defined, register_rule
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.windows import SlidingWindow
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial import kernels, operator_table
-from mpi4dl_nb.engines.spatial.kernels import get_kernel, register_kernel
-from mpi4dl_nb.engines.spatial.operator_table import UserOps, is_user_defined, register_rule
-from mpi4dl_nb.engines.spatial.windows import SlidingWindow
+from mpi4dl_nb.engines.program import kernels
+from mpi4dl_nb.engines.program.kernels import get_kernel, register_kernel
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
 
 SHAPE = 2, 3, 10, 14

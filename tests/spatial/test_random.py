@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.spatial import rng
-from mpi4dl_nb.engines.spatial.rng import compute_step_seed, sample_uniform
-from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.program import rng
+from mpi4dl_nb.engines.program.rng import compute_step_seed, sample_uniform
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights

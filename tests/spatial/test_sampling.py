@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from mpi4dl_nb.engines.compiler.entries.interpolation import find_taps
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.spatial.entries.interpolation import find_taps
-from mpi4dl_nb.engines.spatial.tiles import Grid
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds

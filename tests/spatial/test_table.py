@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import mpi4dl_nb.engines.spatial.entries  # noqa: F401  (fills the operator table)
-from mpi4dl_nb.engines.spatial.operator_table import get_rules, is_user_defined
+import mpi4dl_nb.engines.compiler.entries  # noqa: F401  (fills the operator table)
+from mpi4dl_nb.engines.compiler.operator_table import get_rules, is_user_defined
 
 # Whoever adds an entry adds a test, and the entry's name here, under the file that has the test.
 HELD = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.spatial.tiles import Grid, Span, Tile, split_axis
+from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile, split_axis
 
 spans = st.builds(lambda start, length: Span(start, start + length), st.integers(-9, 9), st.integers(-4, 9))
 tiles = st.builds(Tile, spans, spans)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.local_rules import WHOLE_PX
 from mpi4dl_nb.engines.errors import PlanError, TraceError
-from mpi4dl_nb.engines.program.compile import Compiler
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.program.exchange import Exchange
-from mpi4dl_nb.engines.spatial.local_rules import WHOLE_PX
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import close, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from mpi4dl_nb.engines.spatial.tiles import Span, Tile
-from mpi4dl_nb.engines.spatial.windows import (
+from mpi4dl_nb.engines.geometry.tiles import Span, Tile
+from mpi4dl_nb.engines.geometry.windows import (
     Shift,
     SlidingWindow,
     TableWindow,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.compiler.stages import find_layers
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
-from mpi4dl_nb.engines.graph.stages import find_layers
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import AllReduce
 from mpi4dl_nb.engines.program.update import SCALE

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.plan import Plan
 from tests.replica.test_synced_norms import train_plain
 from tests.training.test_verify import SGD

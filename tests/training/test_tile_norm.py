@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.instructions import AllReduce
-from mpi4dl_nb.engines.spatial.tiles import Grid
 from mpi4dl_nb.engines.train.oracle import Comparison, ReferenceTraining, TrainingRecord, compare, train_reference
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining

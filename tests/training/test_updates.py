@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.compile import compile_plan
 from mpi4dl_nb.engines.program.instructions import FiniteCheckAllReduce
 from mpi4dl_nb.engines.program.update import Scheduler
 from mpi4dl_nb.engines.train.optimisers import Optimiser

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import VerifyError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.update import GradientBucket
 from mpi4dl_nb.engines.train.oracle import TrainingRecord

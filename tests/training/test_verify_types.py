@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.default_type import use_default_type
-from mpi4dl_nb.engines.graph.trace_cache import Loss
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.update import GradientBucket
-from mpi4dl_nb.engines.spatial.tiles import Tile
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import verify
 from tests.replica.test_synced_norms import train_plain

@@ -21,14 +21,14 @@ from torch import nn
 from mpi4dl_nb import Cluster, background, show_ranks
 from mpi4dl_nb.background import LatestOnly
 from mpi4dl_nb.draw.plan_picture import BLOCK_COLUMNS
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_bytes, format_seconds
-from mpi4dl_nb.engines.graph.trace_cache import TraceCache
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.predict.forecast import forecast
 from mpi4dl_nb.engines.predict.machines import MACHINES
-from mpi4dl_nb.plan_cache import describe_cluster_fit
+from mpi4dl_nb.planning.plan_cache import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.plan_view import PlanView

@@ -13,11 +13,11 @@ from torch import nn
 
 from mpi4dl_nb import Slicer, open_image, show_slicing
 from mpi4dl_nb.draw.halo_points import with_fused_halos
+from mpi4dl_nb.engines.compiler.receptive import ReceptiveFields
 from mpi4dl_nb.engines.errors import ImageError, PlanError
 from mpi4dl_nb.engines.images.picture_reader import Level, Picture
 from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.receptive import ReceptiveFields
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.widgets import slicer as module
 from tests.images.made_slides import shared

@@ -1,0 +1,1 @@
+"""From a traced model and a plan to the program of each rank."""

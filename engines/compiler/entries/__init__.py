@@ -1,0 +1,11 @@
+"""The rules of the operator table, by kind. Importing this package fills the table."""
+
+from mpi4dl_nb.engines.compiler.entries import (  # noqa: F401
+    assignment,
+    channels,
+    convolution,
+    interpolation,
+    norms,
+    reduction,
+    sampling,
+)

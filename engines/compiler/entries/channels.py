@@ -1,0 +1,295 @@
+"""Operators along axes other than rows and columns: each pixel by itself, with its channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.entries.sampling import lower_resample, make_copy_taps
+from mpi4dl_nb.engines.compiler.local_rules import (
+    align_arguments,
+    all_gather_lines,
+    apply_locally,
+    get_axes_without,
+    get_sharded_dims,
+    get_spec,
+    make_gather_error,
+    split_arguments,
+)
+from mpi4dl_nb.engines.compiler.operator_table import register_rule
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.tiles import Span
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.kernels import get_operator
+
+
+def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
+    """Return the dimensions counted from the front; None means all.
+
+    Raises TraceError if one of them is spatial.
+    """
+    count = len(b.get_value(ref).spec.shape)
+    given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
+    axes = [dim % count for dim in given]
+    if not axes or not set(axes).isdisjoint(get_sharded_dims(b, ref)):
+        raise make_gather_error(node, f"works along a spatial axis (dim={dims})")
+    return axes
+
+
+def check_only_first_tiled(b: Builder, node: Node) -> Ref:
+    """Return the first argument. Raises NeedsGatherError if it is not tiled, or if another one is."""
+    first, *others = node.arguments.values()
+    if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
+        raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
+    return first  # type: ignore[no-any-return]
+
+
+@register_rule(
+    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow", "argmax", "argmin")),
+    *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
+    *("aten.softmax.int", "aten.log_softmax.int", "aten.prod.dim_int", "aten.unbind.int"),
+    *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
+)
+def lower_per_pixel(b: Builder, node: Node) -> None:
+    """Reorder, accumulate, select, split or reduce the values of each pixel. (`getitem` picks the parts.)"""
+    lower_other_axes(b, node, check_only_first_tiled(b, node))
+
+
+_REMOVING = ("aten.unbind.int", "aten.cosine_similarity.default")
+
+
+def lower_other_axes(b: Builder, node: Node, source: Ref, several: bool = False) -> None:
+    """Run the node's own operator along non-spatial axes, on `several` images pixel by pixel.
+
+    A reduction removes the axes unless `keepdim` is set.
+    """
+    a = node.arguments
+    dims = check_along_other_axes(b, node, source, a.get("dim", a.get("dims")))
+    keeps = a.get("keepdim", node.operator not in _REMOVING)
+    changes = align_arguments(b, node) if several else {}
+    apply_locally(b, node, get_axes_without(b, source, [] if keeps else dims), **changes)
+
+
+@register_rule("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
+def reorder_pixels(b: Builder, node: Node) -> None:
+    """Reorder or repeat values; along rows and columns each output reads one input."""
+    source = check_only_first_tiled(b, node)
+    value, sharded = b.get_value(source), get_sharded_dims(b, source)
+    dims = node.arguments.get("dim", node.arguments.get("dims"))
+    axes = [dim % len(value.spec.shape) for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    if not axes or not set(axes) <= set(sharded):
+        lower_per_pixel(b, node)
+        return
+    # The operator is applied to the pixels' numbers along one axis at a time.
+    pixels = {axis: torch.arange(size) for axis, size in zip(sharded, value.size_px, strict=True)}
+    for number, axis in enumerate(axes):
+        if node.operator == "aten.flip.default":
+            pixels[axis] = pixels[axis].flip(0)
+        elif node.operator == "aten.roll.default":
+            pixels[axis] = pixels[axis].roll(node.arguments["shifts"][number])
+        else:
+            pixels[axis] = pixels[axis].repeat_interleave(node.arguments["repeats"])
+    lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in sharded))
+
+
+@register_rule("aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default")
+def combine_channels(b: Builder, node: Node) -> None:
+    """Concatenate or compare the channels of each pixel of several images."""
+    lower_other_axes(b, node, next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))), several=True)
+
+
+@register_rule("aten.gather.default", "aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
+def index_channels(b: Builder, node: Node) -> None:
+    """Pick or write the channels of each pixel by an index.
+
+    Raises NeedsGatherError if an argument has fewer pixels: it is not broadcast, but belongs to the first of them.
+    """
+    image = b.get_value(next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))))
+    for name in node.reads:
+        shape = get_spec(b, name).shape
+        if len(shape) < -min(image.axes) or tuple(shape[axis] for axis in image.axes) != image.size_px:
+            raise make_gather_error(
+                node, f"does not broadcast {name} of shape {shape}: expand it, if it is meant for all pixels"
+            )
+    combine_channels(b, node)
+
+
+@register_rule("aten.channel_shuffle.default", images=("self",))
+def shuffle_channels(b: Builder, node: Node) -> None:
+    """Shuffle channels, which are along axis 1."""
+    check_along_other_axes(b, node, node.arguments["self"], 1)
+    apply_locally(b, node, (-2, -1))
+
+
+@register_rule("aten.one_hot.default")
+def one_hot(b: Builder, node: Node) -> None:
+    """Encode class numbers along a new last axis."""
+    apply_locally(b, node, tuple(axis - 1 for axis in b.get_value(node.arguments["self"]).axes))
+
+
+@register_rule("aten.type_as.default", "aten.to.other", shared=True)
+def cast_like(b: Builder, node: Node) -> None:
+    """Cast to the type of another value, of which no pixel is read: the result is tiled, or not, as `self` is."""
+    source, kind = node.arguments["self"], getattr(torch, node.spec.dtype)
+    axes = b.get_value(source).axes if b.is_tiled(source) else ()
+    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.spec, axes=axes)
+
+
+@register_rule("aten.stack.default")
+def stack(b: Builder, node: Node) -> None:
+    """Stack along a new axis, before or after the spatial ones."""
+    parts = align_arguments(b, node)
+    source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    count = len(b.get_value(source).spec.shape)
+    # Counted from the end, an axis moves by one if the new one comes after it.
+    new = node.arguments["dim"] % (count + 1)
+    axes = tuple(dim + (new <= dim) - count - 1 for dim in get_sharded_dims(b, source))
+    apply_locally(b, node, axes, **parts)
+
+
+@register_rule("aten.prelu.default")
+def prelu(b: Builder, node: Node) -> None:
+    """Apply one slope for each channel, which are along axis 1, or one for all."""
+    source = node.arguments["self"]
+    if get_spec(b, node.arguments["weight"].name).numel > 1:
+        check_along_other_axes(b, node, source, 1)
+    apply_locally(b, node, b.get_value(source).axes)
+
+
+_MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
+
+
+@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default", "permute.default")))
+def transpose(b: Builder, node: Node) -> None:
+    """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
+    source = node.arguments["self"]
+    count = len(b.get_value(source).spec.shape)
+    positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
+    order = [size - 1 for size in get_operator(node.operator)(*positional, **keywords).shape]
+    apply_locally(b, node, tuple(order.index(dim) - count for dim in get_sharded_dims(b, source)))
+
+
+@register_rule("aten.avg_pool3d.default", images=("self",))
+def avg_pool3d(b: Builder, node: Node) -> None:
+    """Pool along the axis before rows and columns, as in local response norm."""
+    a = node.arguments
+    settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
+    if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
+        raise make_gather_error(node, "pools three axes")
+    apply_locally(b, node, (-2, -1))
+
+
+# Selections along an axis: one index, or those of a list.
+
+
+@register_rule("aten.select.int")
+def select(b: Builder, node: Node) -> None:
+    """Select one channel of each pixel; or one row or column, which every rank then holds."""
+    source, place = node.arguments["self"], node.arguments["dim"]
+    shape = b.get_value(source).spec.shape
+    dim = place % len(shape)
+    if dim not in get_sharded_dims(b, source):
+        apply_locally(b, node, get_axes_without(b, source, [dim]))
+        return
+    number = node.arguments["index"] % shape[dim]
+    line = all_gather_lines(b, node, source, dim, Span(number, number + 1))
+    b.add_local_op(node.name, "aten.select.int", line, place, 0, like=node.spec)
+
+
+@register_rule("aten.index.Tensor")
+def pick_channels(b: Builder, node: Node) -> None:
+    """Pick channels by a list of their numbers; or rows and columns by a constant list."""
+    source, indices = node.arguments["self"], node.arguments["indices"]
+    picked = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(picked) == 1 and b.is_tiled(source) and not b.is_tiled(picked[0][1]):
+        (dim, index), spec = picked[0], get_spec(b, picked[0][1].name)
+        if len(spec.shape) == 1 and spec.dtype != "bool":
+            pick_lines(b, node, source, dim, index)
+            return
+    raise make_gather_error(node, "picks by something other than one list of channels, rows or columns")
+
+
+@register_rule("aten.index_select.default")
+def pick_along(b: Builder, node: Node) -> None:
+    """Pick values along one axis, by a list."""
+    pick_lines(b, node, check_only_first_tiled(b, node), node.arguments["dim"], node.arguments["index"])
+
+
+def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> None:
+    """Pick values along one axis by a list of their numbers."""
+    value, sharded = b.get_value(source), get_sharded_dims(b, source)
+    dim %= len(value.spec.shape)
+    if dim not in sharded:
+        if (constant := b.graph.constants.get(index.name)) is not None and constant.dtype != torch.bool:
+            read_line_numbers(b, node, index, value.spec.shape[dim])  # the trace has not looked at the numbers
+        apply_locally(b, node, value.axes)
+        return
+    sizes = zip(sharded, value.size_px, strict=True)
+    taken = (read_line_numbers(b, node, index, size) if dim == axis else range(size) for axis, size in sizes)
+    lower_resample(b, node, source, *map(make_copy_taps, taken))
+
+
+def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
+    """Return the numbers of rows or columns in a list, counted from the first one.
+
+    Raises NeedsGatherError if the list is no constant, and TraceError if it has numbers of which there is no line.
+    """
+    # Windows are computed before any pixel is known: only a list that the trace knows can tell which lines to fetch.
+    constant = b.graph.constants.get(index.name)
+    if constant is None or constant.dtype == torch.bool:
+        raise make_gather_error(node, "picks rows or columns that are not known before")
+    numbers = constant.flatten().tolist()
+    if beyond := [number for number in numbers if not -size_px <= number < size_px]:
+        raise TraceError(
+            f"{node.operator} in {node.where} picks number {beyond[0]} of {size_px} along that axis. "
+            f"Use numbers from {-size_px} to {size_px - 1}."
+        )
+    return [number % size_px for number in numbers]
+
+
+# Matrix products in which pixels are a batch, or which sum over all of space.
+
+
+@register_rule("aten.linear.default", "aten.matmul.default")
+def multiply_channels(b: Builder, node: Node) -> None:
+    """Multiply along the channels, which are the last axis, by a matrix that all pixels share."""
+    pixels, weight, *more = node.arguments.values()
+    if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
+        raise make_gather_error(node, "multiplies pixels with pixels")
+    axes = b.get_value(pixels).axes
+    if -1 in axes or len(get_spec(b, weight.name).shape) != 2:
+        raise make_gather_error(node, "multiplies along a spatial axis")
+    apply_locally(b, node, axes)
+
+
+@register_rule("aten.einsum.default")
+def einsum(b: Builder, node: Node) -> None:
+    """Keep both rows and columns, or sum over both: that sum includes an all-reduce over the ranks."""
+    equation = node.arguments["equation"].replace(" ", "")
+    terms, arrow, out = equation.partition("->")
+    operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
+    #     nchw,kc->nkhw      h and w stay: each pixel by itself
+    #     nchw,ndhw->ncd     both are summed over: on each tile, then over the ranks
+    #     nchw,nchv->nwv     joins pixels of different columns: refused
+    letters: set[tuple[str, ...]] = set()
+    for term, ref in operands:
+        if b.is_tiled(ref):
+            spatial = tuple(term[axis] for axis in b.get_value(ref).axes)
+            letters.add(spatial)
+            if any(term.count(letter) > 1 for letter in spatial):
+                letters.add(())  # a repeated letter: refused below, as names that differ are
+    if not arrow or "." in equation or len(letters) != 1:
+        raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")
+    sharded = letters.pop()
+    if any(not set(sharded).isdisjoint(term) and not b.is_tiled(ref) for term, ref in operands):
+        raise make_gather_error(node, "multiplies rows or columns with what is no image")
+    if set(sharded) <= set(out):
+        apply_locally(b, node, tuple(out.index(letter) - len(out) for letter in sharded))
+    elif not set(sharded).isdisjoint(out):
+        raise make_gather_error(node, "sums over one spatial axis of two")
+    else:
+        part = apply_locally(b, replace(node, name=f"{node.name}.part"), ())
+        b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)

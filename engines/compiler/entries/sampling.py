@@ -1,0 +1,258 @@
+"""Operators that move pixels: resampling, where an output is a weighted sum of a few inputs, slices, pads, reshapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.local_rules import (
+    align_arguments,
+    all_gather_lines,
+    all_gather_pixels,
+    apply_locally,
+    get_local_ranges,
+    get_local_shape,
+    get_sharded_dims,
+    get_spec,
+    make_gather_error,
+)
+from mpi4dl_nb.engines.compiler.operator_table import register_rule
+from mpi4dl_nb.engines.geometry.tiles import Axes, Span
+from mpi4dl_nb.engines.geometry.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.kernels import get_sum_type, register_kernel
+
+TapLists = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
+"""Inputs and weights along one axis, tap by tap: an entry for each output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Taps along one axis: output i is the sum of `weights[i][k]` times input `inputs[i][k]`."""
+
+    # Bilinear upsampling by 2:  inputs   ((0, 0), (0, 1), (0, 1), (1, 2), ...)
+    #                            weights  ((1, 0), (.75, .25), (.25, .75), (.75, .25), ...)
+
+    inputs: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+
+    def select_outputs(self, out: Span, held: Span) -> TapLists:
+        """Return the taps of some outputs, tap by tap, with inputs counted from the first held one."""
+        inputs = [[index - held.start for index in row] for row in self.inputs[out.start : out.stop]]
+        return tuple(zip(*inputs, strict=True)), tuple(zip(*self.weights[out.start : out.stop], strict=True))
+
+
+def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
+    """Fetch the window that each tile of outputs reads, and compute the weighted sums: taps for each sharded axis."""
+    axes = b.get_value(ref).axes
+    out_px = node.spec.get_sizes(axes)
+    window = b.read_window(ref, out_px, *(TableWindow(axis_taps.inputs) for axis_taps in taps))
+    places = zip(taps, b.get_output_tiles(out_px)[b.rank], window.held, strict=True)
+    selected = tuple(axis_taps.select_outputs(out, held) for axis_taps, out, held in places)
+    b.add_local_op(node.name, "tile.resample", Ref(window.name), selected, axes, like=node.spec, axes=axes)
+
+
+@register_kernel("tile.resample")
+def resample_tile(x: Tensor, taps: Sequence[TapLists], axes: Axes) -> Tensor:
+    """Resample along the last of `axes` first, that of columns, as ATen does."""
+    # Copies of whole numbers stay whole: float32 rounds those above 2 ** 24. Floating copies are summed in backward.
+    whole = not x.is_floating_point() and all(_is_copy(*axis_taps) for axis_taps in taps)
+    wide = x if whole else x.to(get_sum_type(x))
+    for axis, (inputs, weights) in reversed(list(zip(axes, taps, strict=True))):
+        wide = _sum_taps(wide, axis, inputs, weights)
+    return wide.to(x.dtype)
+
+
+def _is_copy(inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> bool:
+    """Return whether each output is an input."""
+    return len(inputs) == 1 and set(weights[0]) == {1.0}
+
+
+def _sum_taps(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:
+    if _is_copy(inputs, weights):
+        return x.index_select(axis, torch.tensor(inputs[0], device=x.device))
+    parts = [
+        x.index_select(axis, torch.tensor(index, device=x.device)) * x.new_tensor(weight).view(-1, *(1,) * (-1 - axis))
+        for index, weight in zip(inputs, weights, strict=True)
+    ]
+    return sum(parts[1:], parts[0])
+
+
+def pad_with_copies(b: Builder, node: Node) -> None:
+    """Pad by reflection, replication or circularly: each pixel of the border is a copy of an image pixel."""
+    a = node.arguments
+    pads = [*a["pad"], 0, 0]
+    if any(pads[4:]):
+        raise make_gather_error(node, "pads channels with copies")
+    height, width = b.get_value(a["self"]).size_px
+    taps = []
+    for size_px, border in ((height, pads[2:4]), (width, pads[:2])):
+        numbers = torch.arange(size_px).double()[None]  # the pixels' numbers are padded in place of the pixels
+        taps.append(make_copy_taps(functional.pad(numbers, tuple(border), mode=a["mode"])[0].int().tolist()))
+    lower_resample(b, node, a["self"], *taps)
+
+
+def make_copy_taps(picked: Sequence[int]) -> Taps:
+    """Return the taps by which output i copies input `picked[i]`."""
+    return Taps(tuple((index,) for index in picked), ((1.0,),) * len(picked))
+
+
+@register_rule("aten.pixel_shuffle.default", images=("self",))
+def pixel_shuffle(b: Builder, node: Node) -> None:
+    """Shuffle pixels: output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); the surplus is cropped."""
+    factor = node.arguments["upscale_factor"]
+    out_px = node.spec.shape[-2:]
+    rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
+    window = b.read_window(node.arguments["self"], out_px, *rules)
+    shuffled = compute_window(window.held, [SlidingWindow(factor, factor)] * 2)
+    margins = Window(f"{node.name}.wide", shuffled, b.get_output_tiles(out_px)[b.rank], 0.0).margins
+    wide = b.add_local_op(f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=(-2, -1))
+
+
+@register_rule("aten.pixel_unshuffle.default", images=("self",))
+def pixel_unshuffle(b: Builder, node: Node) -> None:
+    """Unshuffle pixels: output i reads r pixels from i * r."""
+    factor = node.arguments["downscale_factor"]
+    out_px, rule = node.spec.shape[-2:], SlidingWindow(factor, factor)
+    apply_locally(b, node, (-2, -1), self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))
+
+
+@register_rule("aten.grid_sampler.default")
+def grid_sampler(b: Builder, node: Node) -> None:
+    """Gather the image; each rank samples its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
+    a, grid = node.arguments, node.arguments["grid"]
+    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
+        raise make_gather_error(
+            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
+        )
+    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
+    if b.is_tiled(grid):
+        places = b.align_to_output(grid)
+    else:
+        places = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=places)
+
+
+# Other shapes for the same values: rows and columns stay whole axes, the others are split, merged or repeated.
+
+
+@register_rule(
+    *(f"aten.{name}.default" for name in ("view", "reshape", "view_as", "reshape_as", "squeeze", "unsqueeze")),
+    *("aten.squeeze.dim", "aten.squeeze.dims", "aten.flatten.using_ints", "aten.unflatten.int"),
+)
+def reshape(b: Builder, node: Node) -> None:
+    """Reshape values in the same order; rows and columns must each remain an axis of its own."""
+    source = next(iter(node.arguments.values()))
+    if not b.is_tiled(source):
+        raise make_gather_error(node, "takes its shape from an image")
+    shape = b.get_value(source).spec.shape
+    candidates = [_find_unchanged_axes(shape, node.spec.shape, axis) for axis in get_sharded_dims(b, source)]
+    choices = [chosen for chosen in product(*candidates) if len(set(chosen)) == len(chosen)]
+    if not choices:
+        raise make_gather_error(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
+    count = len(node.spec.shape)
+    # Axes of size 1 leave a choice: prefer the last axes in order, where rules for images expect rows and columns.
+    last = tuple(range(count - len(candidates), count))
+    axes = tuple(axis - count for axis in max(choices, key=lambda chosen: (chosen == last, chosen)))
+    x, local_shape = b.align_to_output(source), get_local_shape(b, node.spec, axes)
+    b.add_local_op(node.name, "aten.reshape.default", x, local_shape, like=node.spec, axes=axes)
+
+
+def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) -> list[int]:
+    """Return the axes of `out` along which the same values run as along `axis` of `shape`.
+
+    >>> _find_unchanged_axes((2, 6, 5, 7), (2, 2, 3, 5, 7), 2)
+    [3]
+    """
+    # In row-major order an axis keeps its values if it has the same size, and as many positions before it.
+    before = math.prod(shape[:axis])
+    return [at for at, size in enumerate(out) if size == shape[axis] and math.prod(out[:at]) == before]
+
+
+@register_rule("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default")
+def expand(b: Builder, node: Node) -> None:
+    """Expand axes of size 1 and add leading axes."""
+    source = align_arguments(b, node)["self"]
+    axes = next(b.values[name].axes for name in node.reads if b.is_tiled(Ref(name)))
+    whole = get_spec(b, source.name).shape
+    if b.is_tiled(source) and any(whole[axis] != node.spec.shape[axis] for axis in axes):
+        raise make_gather_error(node, "repeats rows or columns")
+    local_shape = get_local_shape(b, node.spec, axes)
+    b.add_local_op(node.name, "aten.expand.default", source, local_shape, like=node.spec, axes=axes)
+
+
+@register_rule("aten.repeat.default", "aten.tile.default", images=("self",))
+def repeat(b: Builder, node: Node) -> None:
+    """Repeat channels and batch; or rows and columns."""
+    times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
+    if not set(times[-2:]) - {1}:
+        apply_locally(b, node, (-2, -1))
+    elif set(times[:-2]) - {1} or len(times) > len(b.get_value(source).spec.shape):
+        raise make_gather_error(node, f"repeats pixels, and repeats or adds other axes ({tuple(times)})")
+    else:
+        sizes = zip(b.get_value(source).size_px, (1, *times)[-2:], strict=True)
+        lower_resample(b, node, source, *(make_copy_taps([*range(size)] * again) for size, again in sizes))
+
+
+@register_rule("aten.new_empty.default")
+def new_empty(b: Builder, node: Node) -> None:
+    """Create a tensor that only takes its type from an image: every rank makes all of it."""
+    apply_locally(b, node, ())
+
+
+# Slicing, padding, picking and permuting: operators that move pixels or leave them in place.
+
+
+@register_rule("aten.constant_pad_nd.default", "aten.pad.default", images=("self",))
+def pad(b: Builder, node: Node) -> None:
+    """Pad by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
+    a = node.arguments
+    before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
+    if a.get("mode", "constant") != "constant":
+        pad_with_copies(b, node)
+        return
+    out_px = node.spec.shape[-2:]
+    fill = float(a.get("value") or 0.0)
+    x = b.pad_window(b.read_window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill=fill))
+    channels = [0, 0, 0, 0, *before[4:]]
+    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=(-2, -1))
+
+
+@register_rule("aten.slice.Tensor")
+def crop(b: Builder, node: Node) -> None:
+    """Slice: along a spatial axis output i reads input start + i * step; along others each pixel stays in place."""
+    a = node.arguments
+    value, dims = b.get_value(a["self"]), get_sharded_dims(b, a["self"])
+    axis = a["dim"] % len(value.spec.shape)
+    if axis not in dims:
+        apply_locally(b, node, value.axes)
+        return
+    start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
+    # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
+    stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
+    out_px = node.spec.get_sizes(dims)
+    if not b.can_tile(out_px) and start < stop:
+        few = all_gather_lines(b, node, a["self"], axis, Span(start, stop))
+        b.add_local_op(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.spec)
+        return
+    window = b.read_window(a["self"], out_px, *(move if axis == dim else stay for dim in dims))
+    apply_locally(b, node, value.axes, self=b.pad_window(window), start=0, end=None)
+
+
+@register_rule("getitem")
+def pick(b: Builder, node: Node) -> None:
+    """Pick one of several outputs, tiled as they are."""
+    several = node.arguments["0"]
+    size_px = b.get_value(several).size_px
+    # No exchange: the rank holds these pixels. The read is recorded for fused halos, but no window is made of it, since
+    # several tensors cannot be padded at once.
+    b.read_window(several, size_px, *(Shift(0) for _ in size_px))
+    b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)

@@ -1,0 +1,332 @@
+"""Lowers the model for each rank: the values received from other stages, the stage's nodes, and the values sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import mpi4dl_nb.engines.compiler.entries  # noqa: F401  (fills the operator table)
+from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.operator_table import lower
+from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers, find_sharded_names, shard_graph
+from mpi4dl_nb.engines.compiler.value_layout import Memo, ValueLayout
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Span, Tile
+from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
+from mpi4dl_nb.engines.program.instructions import ModelInstruction
+from mpi4dl_nb.engines.program.program import ShardSpec
+
+# Tags in blocks of STAGE_TAGS, for S stages:
+#
+#   block 0           transfers between stages  |  sums of gradients (second half of the block)
+#   block 1 + s       exchanges within stage s  |  counts of labels (second half, last stage only)
+#   block 1 + S + s   the same in the mirrored direction
+STAGE_TAGS = 1 << 14
+"""The number of message tags in one block. Tags are even.
+
+The odd tag after each is that of the exchange's gradient, or of a sum's second round.
+
+Each stage has a block for its exchanges in each direction. Transfers between stages use the first half of block 0. Some
+transports allow no tags above 2 ** 23.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossStageValue:
+    """A value made in one stage and read in a later one.
+
+    `travels` is false if the ranks of `target` already have the value from an earlier stage of theirs.
+    """
+
+    value: str
+    source: int
+    target: int
+    tag: int
+    travels: bool
+
+
+def add_inputs(builder: Builder, gradient: bool = False) -> None:
+    """Add the inputs of the graph to a stage's values: as tiles where the image can be cut into tiles."""
+    for name, spec in builder.graph.inputs.items():
+        grid = builder.stage.grid
+        cuts = len(spec.shape) > 2 and all(parts <= size for parts, size in zip(grid, spec.shape[-2:], strict=True))
+        axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else ()
+        builder.values[name] = ValueLayout(name, spec, axes, gradient and spec.is_floating)
+        builder.hold_extended(name)
+
+
+class Lowering:
+    """The forward pass of every stage as seen by each of its ranks; what ranks have in common is computed once.
+
+    `reads` are the names that each stage reads. `tile_by_tile`: the tiles of the only stage are computed one after
+    another, with all layers fused from the image on, so that a tile depends on others only through sums over the image.
+
+    Raises PlanError or TraceError if the plan does not fit the model.
+    """
+
+    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, tile_by_tile: bool = False) -> None:
+        self.graph, self.plan, self.layout = graph, plan, Layout.of(plan)
+        self.input_gradient, self.tile_by_tile = input_gradient, tile_by_tile
+        self.layers = find_layers(graph)
+        self.spans = cut_stages(self.layers, plan)
+        self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._get_nodes(span)}
+        self.reads = [{name for node in self._get_nodes(span) for name in node.reads} for span in self.spans]
+        if graph.whole:
+            self.reads[-1] |= graph.whole.reads  # the last stage counts what the loss divides by
+        self.crossings = tuple(self._find_crossings())
+        blocks, directions = 1 + 2 * len(self.spans), self.layout.directions
+        if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
+            raise PlanError(
+                f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "
+                "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
+            )
+        self.crossing_values: dict[str, ValueLayout] = {}
+        self._builders: dict[Role, Builder] = {}
+        self._commons: dict[Role, Memo] = defaultdict(Memo)
+        self._wides: dict[Role, ExtendedTiles] = {}
+        self._scouts: dict[Role, Builder] = {}
+        for stage in range(len(self.spans)):
+            builder = self.get_builder(Role(stage, 0))
+            # In stage order: a stage can be lowered only once the layouts of all values that it receives are recorded.
+            names = {node.name for node in self._get_nodes(self.spans[stage])}
+            self.crossing_values.update({name: builder.values[name] for name in names & builder.values.keys()})
+        # A stage must not read a buffer that another stage writes at its update.
+        for stage in range(len(self.spans)):
+            builder = self.get_builder(Role(stage, 0))
+            written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
+            for other, reads in enumerate(self.reads):
+                if other != stage and (shared := sorted((written | builder.counters.keys()) & reads)):
+                    raise PlanError(
+                        f"stages {stage} and {other} both use {shared[0]}, which counts what it saw, in "
+                        "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
+                    )
+
+    def get_builder(self, role: Role) -> Builder:
+        """Return the builder of a stage for tile `role.tile`: values received, the stage's nodes, values sent."""
+        if role not in self._builders:
+            builder = self._lower_stage(role, self._get_extended_tiles(role), self.plan.overlap_halos)
+            builder.end_nodes()
+            for crossing in self.crossings:
+                if crossing.source == role.stage:
+                    value = builder.get_value(builder.crop_to_own(Ref(crossing.value)))
+                    self._add_transfer(builder, role, crossing, value)
+            self._builders[role] = builder
+        return self._builders[role]
+
+    def drop_builder(self, role: Role) -> None:
+        """Discard a tile's builder, so that of many tiles computed in turn only the current one is kept."""
+        self._builders.pop(role, None)
+        self._wides.pop(role, None)
+
+    def build_forward(self, role: Role, lasting: Iterable[str]) -> tuple[ModelInstruction, ...]:
+        """Return the forward instructions of a rank's stage; `lasting` values live to the end of the step."""
+        kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
+        prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
+        items = self.get_builder(role).finish(kept.union(lasting))
+        return tuple(replace(item, name=f"{prefix}{item.name}") for item in items)
+
+    def get_input_shards(self, role: Role) -> Iterable[tuple[str, ShardSpec]]:
+        """Yield the name of each input that a rank needs for its stage, and its part of it."""
+        builder = self.get_builder(role)
+        for name in self.graph.inputs:
+            if name in self.reads[role.stage]:
+                yield name, self._make_shard_spec(builder, name)
+
+    def get_prediction_shard(self, role: Role) -> ShardSpec:
+        """Return the part of the prediction that a rank of the last stage computes.
+
+        Raises PlanError if the last stage does not have it.
+        """
+        builder = self.get_builder(role)
+        if self.graph.prediction not in builder.values:
+            raise PlanError(
+                f"Predictions come from the last stage, but stage {role.stage} neither makes nor reads the model's "
+                f"first output ({self.graph.prediction}). Use fewer stages, choose a balance that puts the layer that "
+                "makes it into the last stage, or let the model return it after an output that the last stage makes."
+            )
+        return self._make_shard_spec(builder, self.graph.prediction)
+
+    def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
+        value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
+        if self.tile_by_tile and value.axes:
+            return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], value.axes)
+        axes, tiles = self._place_value(builder.stage, value, name)
+        return ShardSpec(tiles[builder.rank], axes)
+
+    def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of the names that any of the stages read."""
+        reads = set().union(*(self.reads[stage] for stage in stages))
+        return tuple(name for name in names if name in reads)
+
+    @cached_property
+    def batch_sharded(self) -> frozenset[str]:
+        """The values of which the ranks that share a micro-batch each hold different images."""
+        return find_sharded_names(self.graph, self.graph.share) if self.graph.share else frozenset()
+
+    @cached_property
+    def _stage_graphs(self) -> tuple[ModelGraph, ...]:
+        """The model graph as the ranks of each stage run it."""
+        return tuple(
+            shard_graph(self.graph, self.graph.share, self._get_nodes(span))
+            if ranks.shares > 1 and self.graph.share
+            else self.graph
+            for span, ranks in zip(self.spans, self.layout.stages, strict=True)
+        )
+
+    def _get_extended_tiles(self, role: Role) -> ExtendedTiles:
+        """Return what the ranks of a stage hold beyond their tiles, for fused halos; for tiles in turn, of one tile at
+        a time.
+        """
+        first = replace(role, tile=0)
+        key = role if self.tile_by_tile else first
+        if key in self._wides:
+            return self._wides[key]
+        if not self.plan.halo_d2 or self._get_stage_ranks(role, role.stage).grid.tiles == 1:
+            self._wides[key] = ExtendedTiles()
+            return self._wides[key]
+        # What each node reads is known only after lowering. The stage is therefore lowered twice: first without fused
+        # halos, by a scout that records the reads (the same for every tile), then with them.
+        #
+        #   scout: reads of each node --> groups --> extend_tiles --> builder of every tile
+        if first not in self._scouts:
+            self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
+        scout = self._scouts[first]
+        scout.tile = key.tile
+        if self.tile_by_tile:
+            groups = dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
+        else:
+            layers = [layer.nodes for layer in self.layers if layer.nodes.start in self.spans[role.stage]]
+            names = [[node.name for node in self._get_nodes(nodes)] for nodes in layers]
+            fused = self.plan.fused_layers
+            if isinstance(fused, str):
+                work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
+                sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
+                numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+            else:
+                numbers = [index // fused for index in range(len(names))]
+            groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
+            # The prediction has a group of its own: the loss, and a caller that collects the prediction, read the own
+            # tile of each rank, even if later layers read more.
+            groups |= {self.graph.prediction: -1}
+        self._wides[key] = extend_tiles(scout.reads, groups, scout.get_image_tiles)
+        return self._wides[key]
+
+    @cached_property
+    def _segment_starts(self) -> set[str]:
+        """The nodes at which a new segment begins even without a communication: the first node of each layer.
+
+        If the gradients of weights are computed separately (zero bubble), each operator with weights has a segment of
+        its own: backward would run the rest of its segment twice.
+        """
+        if not self.plan.rule.splits:
+            return {self.graph.nodes[layer.nodes.start].name for layer in self.layers}
+        # A `getitem` stays with the operator whose outputs it picks: no value holds all of them.
+        nodes = [node for node in self.graph.nodes if node.operator != "getitem"]
+        weighted = [not self.graph.matrices.isdisjoint(node.reads) for node in nodes]
+        after = [False, *weighted[:-1]]
+        return {n.name for n, here, before in zip(nodes, weighted, after, strict=True) if here or before}
+
+    def _get_nodes(self, span: Span) -> Sequence[Node]:
+        return self.graph.nodes[span.start : span.stop]
+
+    def _find_crossings(self) -> Iterable[_CrossStageValue]:
+        pairs = dict.fromkeys(
+            (name, self.stage_of[name], self.stage_of[node.name])
+            for node in self.graph.nodes
+            for name in node.reads
+            if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
+        )
+        # `has` records which ranks have a value already, as its makers or from an earlier transfer: it is sent to them
+        # once.
+        has = {(name, self.layout.stages[source].ranks) for name, source, _ in pairs}
+        for index, (name, source, target) in enumerate(pairs):
+            ranks = self.layout.stages[target].ranks
+            yield _CrossStageValue(name, source, target, 2 + 2 * index, travels=(name, ranks) not in has)
+            has.add((name, ranks))
+
+    def _get_stage_ranks(self, role: Role, stage: int) -> StageRanks:
+        """Return the ranks of a stage in the replica and direction of `role`."""
+        return self.layout.get_pipeline(role).stages[stage]
+
+    def _lower_stage(self, role: Role, wide: ExtendedTiles, overlaps: bool) -> Builder:
+        block = 1 + role.stage + role.direction * len(self.spans)
+        ranks = self._get_stage_ranks(role, role.stage)
+        builder = Builder(
+            self._stage_graphs[role.stage],
+            ranks,
+            role.tile,
+            STAGE_TAGS * block,
+            extended=wide,
+            batch_sharded=self.batch_sharded if ranks.shares > 1 else frozenset(),
+            tile_by_tile=self.tile_by_tile,
+            sync_batchnorm=self.plan.sync_batchnorm,
+            overlaps=overlaps,
+            copies=tuple(rank for pipe in self.layout.pipes for rank in pipe.stages[role.stage].ranks),
+            memo=self._commons[replace(role, tile=0)],
+        )
+        add_inputs(builder, self.input_gradient)
+        for crossing in self.crossings:
+            if crossing.target == role.stage:
+                value = self.crossing_values[crossing.value]
+                self._add_transfer(builder, role, crossing, value)
+                # Where ranks share a micro-batch by images, the value arrives as a part of its images, with all pixels.
+                spec = builder.graph.specs.get(value.name, value.spec)
+                axes = value.axes if ranks.shares == 1 else ()
+                builder.values[value.name] = replace(value, spec=spec, axes=axes)
+        span = self.spans[role.stage]
+        for node in builder.graph.nodes[span.start : span.stop]:
+            if node.name in self._segment_starts:
+                builder.flush()
+            try:
+                lower(builder, node)
+            except PlanError as error:
+                raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
+        return builder
+
+    def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> None:
+        """Add the joint of two stages: the transfer of one value from the tiles of one to those of the other."""
+        if not crossing.travels:
+            return
+        # Both stages compute the same moves from their tiles, without a word between them. For example, from 4 vertical
+        # tiles to 2 horizontal ones each source rank sends 2 messages:
+        #
+        #   | 0 | 1 | 2 | 3 |        |   4   |        4 receives the upper half of each of 0 to 3,
+        #   |   |   |   |   |  --->  |-------|
+        #   |   |   |   |   |        |   5   |        5 the lower half
+        whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
+        #
+        # The axes are those along which either stage divides the value.
+        stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
+        places = [self._place_value(stage, whole, crossing.value) for stage in stages]
+        whole = replace(whole, axes=tuple(dict.fromkeys((*places[1][0], *places[0][0]))))
+        owned, wanted = (
+            {rank: _extend_to_axes(tile, axes, whole) for rank, tile in tiles.items()} for axes, tiles in places
+        )
+        # A rank of both stages whose tile does not change receives nothing.
+        wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
+        if len(set(owned.values())) == 1:
+            owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
+        name = f"{value.name}.stage{crossing.source}to{crossing.target}"
+        # All micro-batches use this tag: their messages match in the order in which both ranks post them.
+        tag = crossing.tag + 2 * role.direction * len(self.crossings)
+        builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
+
+    def _place_value(self, stage: StageRanks, value: ValueLayout, name: str) -> tuple[Axes, dict[int, Tile]]:
+        """Return the axes along which a stage divides `name` (as the model names the value), and each rank's tile."""
+        axes, grid = value.axes, stage.grid
+        if stage.shares > 1:
+            axes, grid = (-len(value.spec.shape),) if name in self.batch_sharded else (), Grid(stage.shares)
+        if not axes:
+            return (), dict.fromkeys(stage.ranks, Tile())
+        return axes, dict(zip(stage.ranks, grid.cut(*replace(value, axes=axes).size_px), strict=True))
+
+
+def _extend_to_axes(tile: Tile, axes: Axes, value: ValueLayout) -> Tile:
+    """Return a tile, given along `axes`, along those of `value`."""
+    spans = dict(zip(axes, tile, strict=True))
+    return Tile(*(spans.get(axis, Span(0, value.spec.shape[axis])) for axis in value.axes))

@@ -1,0 +1,190 @@
+"""The operator table: how each ATen operator gives exactly the whole image's result on tiles.
+
+A rule runs if one of its arguments is tiled, or if the operator combines images that are split over ranks (`local_dp`).
+A rule registered with `everywhere=True` always runs. A rule determines which window a tile of outputs reads, the local
+kernel, and the sums over ranks; all other operators run unchanged. To add an operator, write a function like those in
+`engines/compiler/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.halo_overlap import split_interior
+from mpi4dl_nb.engines.compiler.local_rules import (
+    NeedsGatherError,
+    align_arguments,
+    all_gather_pixels,
+    apply_locally,
+    check_deterministic,
+    get_local_ranges,
+    is_pointwise,
+    make_gather_error,
+    make_shared_images_error,
+    make_unsupported_error,
+    map_refs,
+)
+from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, find_ref_names
+from mpi4dl_nb.engines.program.kernels import Kernel, get_kernels, register_kernel
+
+Rule = Callable[[Builder, Node], None]
+
+_TABLE: dict[str, tuple[Rule, dict[str, Any]]] = {}
+"""For each operator its rule and the arguments of `register_rule`."""
+
+
+def register_rule(
+    *operators: str, everywhere: bool = False, images: tuple[str, ...] = (), shared: bool = False
+) -> Callable[[Rule], Rule]:
+    """Register a rule: a function of a `Builder` and a `Node`, called if an argument of the operator is tiled.
+
+    `everywhere`: the rule is also called if no argument is tiled. `images` names the only arguments that the rule
+    accepts tiled, and only with rows and columns as last axes. `shared`: the rule also handles images that ranks share,
+    and combines all of them into one result. A notebook cell may register rules, and replaces them when it runs again:
+    the ranks of a `Training` created afterwards receive them, and the kernels of `register_kernel`, by value.
+
+    The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
+    outside the image are 0. The kernel computes the tile of outputs from the window:
+
+    >>> from torch.nn.functional import avg_pool2d
+    >>> from mpi4dl_nb.engines.program.kernels import register_kernel
+    >>> from mpi4dl_nb.engines.geometry.windows import SlidingWindow
+    >>> @register_kernel("mine.blur")
+    ... def blur(window):
+    ...     return avg_pool2d(window, 3, stride=1)
+    >>> @register_rule("mine.blur.default", images=("x",))
+    ... def blur_on_tiles(b, node):
+    ...     rule = SlidingWindow(kernel=3, padding=1)
+    ...     window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+    ...     b.add_local_op(node.name, "mine.blur", b.pad_window(window), like=node.spec, axes=(-2, -1))
+    """
+
+    def add(rule: Rule) -> Rule:
+        for name in operators:
+            _TABLE[name] = rule, {"everywhere": everywhere, "images": images, "shared": shared}
+        return rule
+
+    return add
+
+
+def get_rules() -> dict[str, tuple[Rule, dict[str, Any]]]:
+    """Return, for each operator, its rule and the arguments of `register_rule`."""
+    return dict(_TABLE)
+
+
+def lower(b: Builder, node: Node) -> None:
+    """Append the instructions of one graph node on this rank.
+
+    Raises TraceError if a tiled value meets an operator without a rule, and PlanError if an operator's result of a
+    large image cannot be cut into tiles.
+    """
+    # What is tried, in order:
+    #
+    #     the operator's rule, or its kernel on own pixels if it is pointwise or reads no tiled value
+    #     the same once more, in pieces, if a halo exchange can overlap with the interior (`split_interior`)
+    #     refused, or too few rows or columns for the tiles: gathered, if the pixels are few (`_lower_gathered`)
+    #     no rule, one rank: the operator itself
+    b.begin_node(node)
+    try:
+        _lower(b, node)
+        if b.overlaps:
+            split_interior(b, node, _lower)
+    except (NeedsGatherError, PlanError) as refusal:
+        if b.tile_by_tile and len(b.stage.ranks) > 1:
+            raise  # tiles are computed one after another, so none can gather what the others hold
+        b.undo_node()
+        _lower_gathered(b, node, refusal)
+    except TraceError:
+        if len(b.stage.ranks) > 1:
+            raise
+        b.undo_node()
+        apply_locally(b, node, axes=())  # a single rank holds the whole value and needs no rule
+
+
+def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanError) -> None:
+    """Lower a node on gathered inputs, since no tile can compute it alone or it leaves too few rows or columns.
+
+    A result in the shape of an image that the node reads is tiled like that image; every rank holds any other result.
+    Raises the refusal, as a TraceError or PlanError, if too many pixels would be gathered.
+    """
+    images = [b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name))]
+    alike = (image.axes for image in images if node.spec and image.spec.shape == node.spec.shape)
+    axes = getattr(refusal, "axes", ()) or next(alike, ())
+    try:
+        arguments = {
+            name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
+        }
+    except NeedsGatherError:
+        raise TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal from None
+    if not axes or not b.can_tile(node.spec.get_sizes(axes)):
+        _lower(b, replace(node, arguments=arguments))
+        return
+    whole = f"{node.name}.whole"
+    _lower(b, replace(node, name=whole, arguments=arguments))
+    places = get_local_ranges(b, node.spec, axes)
+    spans = tuple(places[axis][1:] for axis in axes)
+    b.add_local_op(node.name, "tile.cut", Ref(whole), axes, spans, like=node.spec, axes=axes)
+
+
+def _lower(b: Builder, node: Node) -> None:
+    tiled = [Ref(name) for name in node.reads if b.is_tiled(Ref(name))]
+    joins = any(b.is_batch_sharded(Ref(name)) for name in node.reads) and not b.is_batch_sharded(Ref(node.name))
+    rule, how = _TABLE.get(node.operator, (None, {}))
+    if joins and not how.get("shared"):
+        raise make_shared_images_error(node, "joins the images of several ranks, for which there is no rule")
+    if rule and (tiled or joins or how["everywhere"]):
+        _check_images(b, node, how["images"])
+        rule(b, node)
+    elif not tiled or is_pointwise(node.operator):
+        check_deterministic(b, node)
+        changes = align_arguments(b, node) if tiled else {}
+        apply_locally(b, node, b.get_value(tiled[0]).axes if tiled else (), **changes)
+    else:
+        raise make_unsupported_error(node)
+
+
+def _check_images(b: Builder, node: Node, allowed: tuple[str, ...]) -> None:
+    """Raise TraceError if the node reads a tiled value that its rule for images does not accept."""
+    for name, argument in node.arguments.items() if allowed else ():
+        for tiled in (Ref(read) for read in find_ref_names(argument) if b.is_tiled(Ref(read))):
+            if name not in allowed:
+                raise make_gather_error(node, f"takes pixels as its {name}")
+            if b.get_value(tiled).axes != (-2, -1):
+                raise make_gather_error(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")
+
+
+# Users' additions to the operator table, in a form that is sent to the ranks.
+
+
+def is_user_defined(function: Callable[..., Any]) -> bool:
+    """Return whether a function is a user's, not this package's or torch's; a class method is judged by its class."""
+    owner = getattr(function, "__self__", None)
+    home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
+    return home != "builtins" and not home.startswith(("mpi4dl_nb.", "torch."))
+
+
+@dataclass(frozen=True)
+class UserOps:
+    """Users' rules and kernels, sent to the ranks by value."""
+
+    rules: tuple[tuple[str, Rule, dict[str, Any]], ...] = ()
+    kernels: tuple[tuple[str, Kernel], ...] = ()
+
+    @classmethod
+    def snapshot(cls) -> UserOps:
+        """Return all that are registered so far."""
+        return cls(
+            tuple((name, *what) for name, what in get_rules().items() if is_user_defined(what[0])),
+            tuple((name, function) for name, function in get_kernels().items() if is_user_defined(function)),
+        )
+
+    def register(self) -> None:
+        """Register the rules and kernels in this process."""
+        for name, rule, how in self.rules:
+            register_rule(name, **how)(rule)
+        for name, function in self.kernels:
+            register_kernel(name)(function)

@@ -1,0 +1,163 @@
+"""What the ranks of a stage hold of each value, as recorded while the program of one of them is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
+from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, ValueCost
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from mpi4dl_nb.engines.plan.layout import StageRanks
+
+# A memo for what all ranks of a stage compute alike: the first rank computes it, the others reuse it.
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Memo:
+    """Cached results, each reused for as long as its arguments are equal.
+
+    >>> common = Memo()
+    >>> common.get_or_compute("sum", ([1, 2],), sum), common.get_or_compute("sum", ([1, 2],), lambda _: "not called")
+    (3, 3)
+    >>> common.get_or_compute("sum", ([5, 2],), sum)
+    7
+    """
+
+    _found: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+
+    def get_or_compute(self, key: Hashable, given: tuple[Any, ...], find: Callable[..., T]) -> T:
+        """Return `find(*given)`, which must depend on `given` alone; only the last result of each `key` is kept."""
+        before = self._found.get(key)
+        if before is None or before[0] != given:
+            before = self._found[key] = given, find(*given)
+        answer: T = before[1]
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLayout:
+    """A tensor in a stage; `spec` is that of the whole image.
+
+    `axes` are those along which it is sharded, such that each rank holds its own tile; if there are none, every rank of
+    the stage holds all of it.
+    """
+
+    name: str
+    spec: TensorSpec
+    axes: Axes
+    differentiable: bool
+
+    @property
+    def size_px(self) -> tuple[int, ...]:
+        """The sizes of the whole value along its sharded axes."""
+        return self.spec.get_sizes(self.axes)
+
+
+@dataclass
+class ValueLayouts:
+    """The pixels and images that each rank of a stage holds of every value, for the rank of tile `tile`.
+
+    `batch_sharded` are the values of which the ranks hold different images, `extended` what they hold beyond their
+    tiles. `memo` is shared by the builders of all ranks of the stage. `tile_by_tile`: tiles are computed one after
+    another without communication, so that only the tile of this rank is considered. `copies` are the ranks of the stage
+    in all replicas: those of the first one, of the second one, and so on.
+    """
+
+    graph: ModelGraph
+    stage: StageRanks
+    tile: int
+    tag: int
+    values: dict[str, ValueLayout] = field(default_factory=dict)
+    extended: ExtendedTiles = field(default_factory=ExtendedTiles)
+    batch_sharded: frozenset[str] = frozenset()
+    tile_by_tile: bool = False
+    copies: tuple[int, ...] = ()
+    memo: Memo = field(default_factory=Memo)
+    _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
+    _node: str = ""
+    _flops: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The rank whose program is built."""
+        return self.stage.ranks[self.tile]
+
+    def is_tiled(self, ref: Any) -> bool:
+        """Return whether an argument is a value of which each rank holds a tile."""
+        return isinstance(ref, Ref) and ref.name in self.values and bool(self.values[ref.name].axes)
+
+    def is_batch_sharded(self, ref: Any) -> bool:
+        """Return whether an argument is a value of which each rank holds different images."""
+        return isinstance(ref, Ref) and ref.name in self.batch_sharded
+
+    def is_sharded(self, ref: Any) -> bool:
+        """Return whether no rank of the stage holds all of an argument."""
+        return self.is_tiled(ref) or self.is_batch_sharded(ref)
+
+    def count_elements(self, ref: Ref, groups: int) -> list[int]:
+        """Return how many elements of a value each rank has, per group of `groups`; one number if all hold the same."""
+        value = self.get_value(ref)
+        if self.is_batch_sharded(ref):
+            return [value.spec.numel // groups] * self.stage.shares
+        if not value.axes:
+            return [value.spec.numel // groups]
+        per_px = value.spec.numel // groups // math.prod(value.size_px)
+        return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
+
+    def get_value(self, ref: Ref) -> ValueLayout:
+        """Return the value that an argument refers to; weights, buffers and constants are whole on every rank."""
+        if ref.name in self.values:
+            return self.values[ref.name]
+        return ValueLayout(ref.name, self.graph.specs[ref.name], (), ref.name in self.graph.trainable)
+
+    def get_tiles(self, size_px: tuple[int, ...]) -> dict[int, Tile]:
+        """Return the tile that each rank owns of an image of that size."""
+        if self.tile_by_tile:
+            return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
+        return self.memo.get_or_compute(
+            ("tiles", size_px),
+            (self.stage, size_px),
+            lambda stage, size_px: dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True)),
+        )
+
+    def can_tile(self, size_px: tuple[int, ...]) -> bool:
+        """Return whether an image of that size can be cut into tiles."""
+        return all(parts <= size for parts, size in zip(self.stage.grid, size_px, strict=True))
+
+    def get_output_tiles(self, size_px: tuple[int, ...]) -> Mapping[int, Tile]:
+        """Return what each rank computes of the current node's result, an image of that size: its tile, or more."""
+        return self.extended.held.get(self._node) or self.get_tiles(size_px)
+
+    def get_held_tiles(self, ref: Ref) -> Mapping[int, Tile]:
+        """Return what each rank holds of a tiled value: its tile, or more."""
+        return self._held.get(ref.name) or self.get_tiles(self.get_value(ref).size_px)
+
+    def hold_extended(self, name: str) -> None:
+        """Record that ranks hold more than their tiles of a tiled value, where its group reads more (fused halos)."""
+        if self.values[name].axes and name in self.extended.held:
+            self._held[name] = self.extended.held[name]
+
+    def hold_like(self, out: Ref, ref: Ref) -> None:
+        """Record that each rank holds the same pixels of `out` as of `ref`."""
+        self._held[out.name] = self.get_held_tiles(ref)
+
+    def hold(self, value: ValueLayout, tile: Tile) -> Ref:
+        """Add a value of which this rank holds the pixels of `tile`."""
+        self.values[value.name], self._held[value.name] = value, {self.rank: tile}
+        return Ref(value.name)
+
+    def get_image_tiles(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
+        """Return a tiled value's whole image, and each rank's own tile of it."""
+        size_px = self.values[name].size_px
+        return Tile.whole(*size_px), self.get_tiles(size_px)
+
+    def estimate_cost(self, name: str) -> ValueCost:
+        """Return the cost of computing a tiled value, and of sending it."""
+        value, flops = self.values[name], self._flops.get(name, 0)
+        return ValueCost(flops, value.spec.bytes / math.prod(value.size_px))

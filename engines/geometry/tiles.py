@@ -1,0 +1,284 @@
+"""Spans, tiles and grids: the part of a value that each rank holds, in positions of the whole value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from mpi4dl_nb.engines.errors import PlanError
+
+Axes = tuple[int, ...]
+"""Axes of a tensor, counted from the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions `start` to `stop` (half-open) along an axis. An empty span is false; `&` intersects, `|` spans both."""
+
+    start: int
+    stop: int
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def __contains__(self, px: int) -> bool:
+        return self.start <= px < self.stop
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __and__(self, other: Span) -> Span:
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def __or__(self, other: Span) -> Span:
+        """Return the shortest span that contains both; an empty span is ignored.
+
+        >>> Span(2, 4) | Span(6, 7)
+        Span(start=2, stop=7)
+        """
+        if not (self and other):
+            return self if self else other
+        return Span(min(self.start, other.start), max(self.stop, other.stop))
+
+
+class Tile(tuple[Span, ...]):
+    """A box of a value: one span for each axis along which the value is sharded. It is whole along all other axes.
+
+    Which axes these are is known from the value's layout: rows and columns for the tiles of an image, the batch for
+    ranks that share images, and none for a value that every rank holds. An empty tile is false; `&` intersects, `|`
+    spans both.
+
+    >>> Tile(Span(0, 4), Span(2, 6)) & Tile(Span(3, 9), Span(0, 3))
+    Tile(Span(start=3, stop=4), Span(start=2, stop=3))
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *spans: Span) -> Tile:
+        return super().__new__(cls, spans)
+
+    def __getnewargs__(self) -> tuple[Span, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"Tile({', '.join(map(repr, self))})"
+
+    @classmethod
+    def whole(cls, *sizes: int) -> Tile:
+        """Return the tile of the whole value, of these sizes along its sharded axes."""
+        return cls(*(Span(0, size) for size in sizes))
+
+    def __bool__(self) -> bool:
+        return all(self)
+
+    def __and__(self, other: Tile) -> Tile:
+        return Tile(*(a & b for a, b in zip(self, other, strict=True)))
+
+    def __or__(self, other: Tile) -> Tile:
+        """Return the smallest tile that contains both."""
+        if not (self and other):
+            return self if self else other
+        return Tile(*(a | b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def rows(self) -> Span:
+        """The rows of a tile of an image."""
+        return self[-2]
+
+    @property
+    def cols(self) -> Span:
+        """The columns of a tile of an image."""
+        return self[-1]
+
+    @property
+    def sides(self) -> tuple[int, int, int, int]:
+        """First row, first column, last row + 1 and last column + 1 of a tile of an image, as pages are sent them."""
+        return self.rows.start, self.cols.start, self.rows.stop, self.cols.stop
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length along each sharded axis."""
+        return tuple(map(len, self))
+
+    @property
+    def pixels(self) -> int:
+        """Number of positions along the sharded axes: of pixels, for the tile of an image."""
+        return math.prod(self.shape)
+
+    def is_inside(self, other: Tile) -> bool:
+        """Return whether `other` contains this tile."""
+        return not self or self & other == self
+
+    def to_slices(self, other: Tile) -> tuple[slice, ...]:
+        """Return this tile as slices, along the sharded axes, of an array that holds exactly what is in `other`.
+
+        >>> Tile(Span(4, 6)).to_slices(Tile(Span(3, 9)))
+        (slice(1, 3, None),)
+        """
+        return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(self, other, strict=True))
+
+    def replace_span(self, number: int, span: Span) -> Tile:
+        """Return the tile with another span along its sharded axis `number`."""
+        return Tile(*(span if index == number else other for index, other in enumerate(self)))
+
+
+class Plane(NamedTuple):
+    """What is drawn of a tile: `tile`, its rows and columns, in each of the `images` (None: in all).
+
+    Rows and columns lie along `axes`. A value without pixels has no such axes: then each row is an image, and its
+    columns are the numbers of that image.
+
+    >>> Plane.of((4, 10), (-2,), Tile(Span(2, 4)))  # images 2 and 3 of a linear layer's output
+    Plane(images=Span(start=2, stop=4), axes=(), tile=Tile(Span(start=2, stop=4), Span(start=0, stop=10)))
+    """
+
+    images: Span | None
+    axes: Axes
+    tile: Tile
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axes: Axes, tile: Tile) -> Plane:
+        """Return the plane of a tile along `axes` of a value of this shape."""
+        spans = dict(zip(axes, tile, strict=True))
+        # Two axes are always rows and columns. One alone, or one before them, is that of the images.
+        images = spans.pop(-len(shape), None) if len(spans) != 2 else None
+        pixels = tuple(spans) or ((-2, -1) if len(shape) == 4 else ())
+        if pixels:
+            return cls(images, pixels, Tile(*(spans.get(axis, Span(0, shape[axis])) for axis in pixels)))
+        rows, cols = math.prod(shape[:1]), math.prod(shape[1:])
+        return cls(images, (), Tile(images or Span(0, rows), Span(0, cols)))
+
+    def __str__(self) -> str:
+        """
+        >>> str(Plane(Span(2, 4), (-2, -1), Tile.whole(8, 8)))
+        'rows 0 to 7, columns 0 to 7 of images 2 to 3'
+        """
+        names = ("rows", "columns") if self.axes else ("images", "numbers")
+        named = zip(names, self.tile, strict=True)
+        spans = ", ".join(f"{name} {span.start} to {span.stop - 1}" for name, span in named)
+        images = f" of images {self.images.start} to {self.images.stop - 1}" if self.axes and self.images else ""
+        return spans + images
+
+
+class Grid(tuple[int, ...]):
+    """The number of parts along each sharded axis. Tiles are numbered in row-major order.
+
+    The sizes of the tiles differ by at most one position along each axis.
+
+    >>> [len(tile.cols) for tile in Grid(1, 3).cut(4, 10)]
+    [3, 3, 4]
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *parts: int) -> Grid:
+        return super().__new__(cls, parts)
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return tuple(self)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of tiles of an image."""
+        return self[-2]
+
+    @property
+    def cols(self) -> int:
+        """Number of columns of tiles of an image."""
+        return self[-1]
+
+    @property
+    def tiles(self) -> int:
+        return math.prod(self)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(map(str, self))})"
+
+    @lru_cache(maxsize=4096)  # noqa: B019  (grids are small values, and layers of one size ask again and again)
+    def cut(self, *sizes: int) -> tuple[Tile, ...]:
+        """Return the tiles of a value, in order.
+
+        Raises PlanError if a tile would be empty.
+
+        >>> Grid(1, 2).cut(4, 5)[1].cols
+        Span(start=2, stop=5)
+        """
+        self._check(sizes)
+        return tuple(Tile(*spans) for spans in itertools.product(*map(split_axis, sizes, self)))
+
+    def get_tile(self, number: int, *sizes: int) -> Tile:
+        """Return one of the tiles without computing the others.
+
+        >>> Grid(1, 2).get_tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
+        True
+        """
+        self._check(sizes)
+        spans = []
+        for size, parts in zip(reversed(sizes), reversed(self), strict=True):
+            number, at = divmod(number, parts)
+            spans.append(Span(size * at // parts, size * (at + 1) // parts))
+        return Tile(*reversed(spans))
+
+    def _check(self, sizes: tuple[int, ...]) -> None:
+        names = {-2: "rows of pixels", -1: "columns of pixels"}
+        for axis, (size, parts) in enumerate(zip(sizes, self, strict=True), -len(self)):
+            if size < parts:
+                name = names.get(axis, f"positions along axis {axis}")
+                raise PlanError(
+                    f"{size} {name} cannot be cut into {parts} tiles. "
+                    f"Use a slice_method with at most {size} along that axis, or a smaller spatial_size."
+                )
+
+
+def split_axis(size: int, parts: int) -> list[Span]:
+    """Cut an axis at the same fractions for every size, so that the tiles of all layers line up."""
+    # 10 pixels over 4 tiles: cuts at 0, 2, 5, 7, 10. The 5 pixels after a stride of 2: 0, 1, 2, 3, 5. Each cut is
+    # within a pixel of half the other, so that halos stay narrow.
+    cuts = [size * part // parts for part in range(parts + 1)]
+    return [Span(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+
+# Moves: boxes that one rank sends to another. Halos, gathers, scatters and repartitions all consist of moves.
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer of `tile` from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    tile: Tile
+
+
+def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tuple[Move, ...]:
+    """Return every transfer that fills each rank's `wanted` tile from the `owned` tiles, its own pixels included.
+
+    The owned tiles do not overlap, so each wanted position inside the value arrives exactly once.
+
+    >>> from mpi4dl_nb.engines.geometry.tiles import Span
+    >>> left, right = (Tile(Span(0, 4), cols) for cols in (Span(0, 4), Span(4, 8)))
+    >>> [m.source for m in compute_moves({0: left, 1: right}, {0: Tile(Span(0, 4), Span(0, 5))})]
+    [0, 1]
+    """
+    # Four ranks own a quarter each. Rank 0 wants its own and a halo of one pixel, marked by the numbers of the owners:
+    #
+    #     0 0 0 | 1 . .
+    #     0 0 0 | 1 . .
+    #     0 0 0 | 1 . .        0 -> 0 its own pixels, 1 -> 0 a column, 2 -> 0 a row, 3 -> 0 the corner
+    #     ------+------
+    #     2 2 2 | 3 . .
+    #     . . . | . . .
+    return tuple(
+        Move(source, target, overlap)
+        for target, want in wanted.items()
+        for source, tile in owned.items()
+        if (overlap := want & tile)
+    )
