@@ -47,6 +47,7 @@ from mpi4dl_nb.engines.models import resnet_v1 as resnet_v1
 from mpi4dl_nb.engines.models import resnet_v2 as resnet_v2
 from mpi4dl_nb.engines.plan import Plan as Plan
 from mpi4dl_nb.engines.plan.schedule import compute_bubble_share as compute_bubble_share
+from mpi4dl_nb.engines.predict.candidates import Candidate as Candidate
 from mpi4dl_nb.engines.predict.explain import describe_plan as describe_plan
 from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes as LiveBytes
 from mpi4dl_nb.engines.predict.machine import Link as Link
@@ -66,11 +67,10 @@ from mpi4dl_nb.engines.train.training_events import Recovered as Recovered
 from mpi4dl_nb.engines.train.training_events import SkippedImage as SkippedImage
 from mpi4dl_nb.engines.train.training_events import StepResult as StepResult
 from mpi4dl_nb.exercise import grade_answer as grade_answer
-from mpi4dl_nb.planning.plan_benchmark import Candidate as Candidate
-from mpi4dl_nb.planning.plan_cache import capabilities as capabilities
-from mpi4dl_nb.planning.plan_cache import forecast as forecast
-from mpi4dl_nb.planning.plan_cache import largest_image as largest_image
-from mpi4dl_nb.planning.plan_cache import scaling as scaling
+from mpi4dl_nb.planning.forecasts import capabilities as capabilities
+from mpi4dl_nb.planning.forecasts import forecast as forecast
+from mpi4dl_nb.planning.forecasts import largest_image as largest_image
+from mpi4dl_nb.planning.forecasts import scaling as scaling
 from mpi4dl_nb.planning.plan_tuner import PlanTuner as PlanTuner
 from mpi4dl_nb.planning.plan_tuner import TuningResult as TuningResult
 from mpi4dl_nb.planning.plan_tuner import tune as tune

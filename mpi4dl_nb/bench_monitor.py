@@ -22,8 +22,8 @@ from mpi4dl_nb.engines.cli.options import parse_positive
 from mpi4dl_nb.engines.comm.device import count_cores
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.models import resnet20_v1
+from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.training_events import EpochResult, SkippedImage, StepResult
-from mpi4dl_nb.training.fit_run import History
 
 
 class StepTimer:

@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes
 from mpi4dl_nb.engines.images.picture import crop_picture, open_image
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.machines import MACHINES
-from mpi4dl_nb.planning.plan_cache import forecast
+from mpi4dl_nb.planning.forecasts import forecast
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.figure_widget import StillFigure

@@ -26,11 +26,11 @@ from mpi4dl_nb import Cluster
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.candidates import Candidate
 from mpi4dl_nb.engines.predict.explain import explain
 from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.search import generate_plans
-from mpi4dl_nb.planning.plan_benchmark import Candidate
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from tests.typical import typical
 

@@ -28,8 +28,8 @@ from mpi4dl_nb.engines.images.dataset import LabelledImages, Subset
 from mpi4dl_nb.engines.images.folder import write_boxes_table, write_masks_table
 from mpi4dl_nb.engines.images.tables import table_images
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.training_events import count_predictions
-from mpi4dl_nb.training.fit_run import History
 
 ROOT = Path(__file__).parents[1]
 SIZE = 1024, 1360  # of a picture of BreCaHAD

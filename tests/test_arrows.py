@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,48 @@ def test_the_house_keeps_its_arrows():
     files = house()
     assert files, "no file was read: the test would hold nothing"
     assert not (found := complaints(files)), "\n" + "\n".join(found)
+
+
+def name_package(module: str) -> str:
+    """The package that a module lies in; a module that lies in none but ours stands for itself.
+
+    >>> name_package("mpi4dl_nb.engines.comm.mpi"), name_package("mpi4dl_nb.draw"), name_package("mpi4dl_nb.demo")
+    ('mpi4dl_nb.engines.comm', 'mpi4dl_nb.draw', 'mpi4dl_nb.demo')
+    """
+    depth = 3 if inside(module, "mpi4dl_nb.engines") else 2
+    return ".".join(module.split(".")[:depth])
+
+
+def order_packages(files: dict[str, str]) -> list[str]:
+    """The packages, each after those that it imports. Raises graphlib.CycleError if some need each other."""
+    modules = frozenset(map(name_module, files))
+    needed: dict[str, set[str]] = {}
+    for path, source in files.items():
+        module = name_module(path)
+        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+        names = {name for _, name in imported(ast.parse(source, path), package, modules)}
+        ours = {name_package(name) for name in names & modules}
+        needed.setdefault(name_package(module), set()).update(ours - {name_package(module)})
+    # Whoever imports a module of ours has imported the roots; they import nothing but the engines' old names.
+    roots = {"mpi4dl_nb", "mpi4dl_nb.engines", "mpi4dl_nb.old_names"}
+    return list(TopologicalSorter({name: needed[name] - roots for name in needed.keys() - roots}).static_order())
+
+
+def test_packages_import_one_way():
+    order = order_packages(house())
+    chain = ["geometry", "plan", "program", "compiler", "images", "train", "predict", "inference", "server"]
+    places = [order.index(f"mpi4dl_nb.engines.{name}") for name in chain]
+    assert places == sorted(places)
+
+
+def test_packages_that_need_each_other_are_seen():
+    with pytest.raises(CycleError):
+        order_packages(
+            {
+                "engines/comm/mpi.py": "from mpi4dl_nb.engines.train import loop",
+                "engines/train/loop.py": "def f():\n    from ..comm import mpi",
+            }
+        )
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.formatting import format_bytes, format_seconds
 from mpi4dl_nb.engines.models import chain
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.candidates import Measurement
 from mpi4dl_nb.engines.program.program import count_traffic
 from mpi4dl_nb.engines.program.timeline import Timeline
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import VerifyResult
-from mpi4dl_nb.planning.plan_benchmark import Measurement
 from mpi4dl_nb.planning.plan_tuner import TuningResult
 
 

@@ -325,11 +325,12 @@ def test_what_is_discarded_after_a_failure_is_closed_first():
         return SimpleNamespace(close=lambda: closed.append(name))
 
     host = RankServer(SimpleNamespace(recover=lambda: closed.append("recovered")))
-    host.loops, host.predictions = {"a": held("loop")}, {"b": held("prediction"), "c": object()}
+    host.get_kept(SimpleNamespace)["a"] = held("loop")
+    host.get_kept(object).update({"b": held("prediction"), "c": object()})
     recover_and_reset(host)
     assert closed == ["recovered", "loop", "prediction"]
-    assert not host.loops
-    assert not host.predictions
+    assert not host.get_kept(SimpleNamespace)
+    assert not host.get_kept(object)
 
 
 def test_an_error_of_the_first_rank_is_told_of_it():

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from mpi4dl_nb.engines.bench.measure import compute_quartile_spread, time_shuffled
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.cli.plan_options import parse_value
-from mpi4dl_nb.engines.comm.device import choose_device, choose_memory_format, choose_thread_count, use_threads
+from mpi4dl_nb.engines.comm.device import choose_device, choose_memory_format, use_threads
 from mpi4dl_nb.engines.comm.world import Message, World
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.errors import PlanError
@@ -41,6 +41,7 @@ from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.segment import Segment
 from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.training import choose_thread_count
 
 if TYPE_CHECKING:
     from mpi4dl_nb.engines.comm.mpi import MpiWorld

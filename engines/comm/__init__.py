@@ -1,0 +1,1 @@
+"""Messages between ranks, and the processes that ranks are."""

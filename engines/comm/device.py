@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.plan import Plan, layout
 
 # Makes the first call into the library of vector functions from one thread, before several threads can.
 #
@@ -180,11 +179,6 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def choose_thread_count(plan: Plan, rank: int) -> int:
-    """Return a rank's share of the cores of this host."""
-    return layout.compute_threads(plan, rank, count_cores(), count_local_ranks(plan.ranks))
 
 
 def choose_memory_format(dimensions: int) -> torch.memory_format:

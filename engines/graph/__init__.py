@@ -1,1 +1,1 @@
-"""From a module to a graph of operators: tracing, stages, and what a loss is."""
+"""From a module to a graph of operators, and the checks of what a trace would get wrong."""

@@ -31,6 +31,7 @@ from mpi4dl_nb.engines.images.loader import describe_read_error
 from mpi4dl_nb.engines.images.shard_reader import ReadRequest, ShardReader
 from mpi4dl_nb.engines.inference.rank_predictor import (
     Prediction,
+    RankPrediction,
     RankPredictor,
     find_mixed_images,
     join_predictions,
@@ -61,7 +62,7 @@ PredictImages = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[Pred
 """Predicts the images of a step: returns the bad images and, where they are evaluated, the results of all ranks."""
 
 
-class RankEvaluation:
+class RankEvaluation(RankPrediction):
     """One rank of an evaluation: it predicts `images` with the training's current weights. Collective.
 
     `recipe` is that of the prediction; `labels` is the spec of a step's labels.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mpi4dl_nb.engines.comm.device import (
     choose_autocast_type,
     choose_device,
-    choose_thread_count,
     place_inputs,
     use_threads,
 )
@@ -35,7 +34,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.program.worker import Inputs, Worker
 from mpi4dl_nb.engines.train.recipe import Recipe, collect_state, sgd
-from mpi4dl_nb.engines.train.training import copy_state_tensor, cut_inputs
+from mpi4dl_nb.engines.train.training import choose_thread_count, copy_state_tensor, cut_inputs
 
 Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, in host memory."""
@@ -78,7 +77,14 @@ def find_mixed_images(model: nn.Module, recipe: Recipe) -> str:
     return find_mixing(trace, images.shape[0])[0]
 
 
-class RankPredictor:
+class RankPrediction:
+    """A prediction or an evaluation that a rank keeps between the notebook's calls."""
+
+    def close(self) -> None:
+        """Free what would outlive the object, such as open files."""
+
+
+class RankPredictor(RankPrediction):
     """One rank's weights and worker for forward passes; collective.
 
     The weights are those `held` by the ranks of a training (by the graph's names). A rank receives those that it lacks

@@ -35,7 +35,7 @@ from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes, format_number, format_seconds
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
-from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion, find_state
+from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion, RankPrediction, find_state
 from mpi4dl_nb.engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
 from mpi4dl_nb.engines.inference.tile_stitcher import (
     ArraySink,
@@ -95,7 +95,7 @@ class TiledPrediction(FactTable):
         }
 
 
-class TiledPredictor:
+class TiledPredictor(RankPrediction):
     """One rank's part of a prediction; every method is collective.
 
     The weights are those `held` by the ranks of a training, or else the recipe's. Raises PlanError or TraceError if the

@@ -1,0 +1,1 @@
+"""The cost of a plan before it runs: time and memory on a machine."""

@@ -1,0 +1,1 @@
+"""The program of a rank, as data, and what runs it."""

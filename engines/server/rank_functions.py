@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.images.dataset import LabelledImages
 from mpi4dl_nb.engines.images.loader import LoaderOptions, NotReady
 from mpi4dl_nb.engines.inference.evaluation import RankEvaluation
-from mpi4dl_nb.engines.inference.rank_predictor import RankPredictor
+from mpi4dl_nb.engines.inference.rank_predictor import RankPrediction, RankPredictor
 from mpi4dl_nb.engines.inference.tile_stitcher import MakeSink
 from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPredictor
 from mpi4dl_nb.engines.predict.calibrate import Calibration
@@ -38,7 +38,7 @@ from mpi4dl_nb.engines.train.train_loop import RankStepStats, RankTrainLoop, run
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import record_rank_run
 
-# Each function takes the rank's own RankServer first, which holds trainings, train loops and predictions by the names
+# Each function takes the rank's own RankServer first, which keeps trainings, train loops and predictions by the names
 # that the notebook gave them. `steps` is the notebook's count of updates: a rank that has done more or fewer refuses.
 # The ranks import this file, and so nothing of the notebook's side:
 #
@@ -52,12 +52,13 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
 
     If a step fails during the update, some ranks may have changed their weights and others not.
     """
-    if name not in host.trainings:
+    trainings = host.get_kept(RankTraining)
+    if name not in trainings:
         raise LostTrainingError(
             "The ranks do not hold this training any more: it was closed, or the ranks were restarted. Call load() "
             "with a checkpoint of it, or make a new Training."
         )
-    training = host.trainings[name]
+    training = trainings[name]
     if steps not in (None, training.updates):
         raise LostTrainingError(
             f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
@@ -71,7 +72,7 @@ def create(host: RankServer, name: str, freed: Sequence[str], identity: str, rec
     """Create a training, whose checkpoints have the id `identity`; those whose names are `freed` are dropped before."""
     for other in freed:
         drop(host, other)
-    training = host.trainings[name] = RankTraining(host.world, recipe)
+    training = host.get_kept(RankTraining)[name] = RankTraining(host.world, recipe)
     training.identity = identity
 
 
@@ -81,7 +82,8 @@ def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
 
 def get_updates(host: RankServer, name: str) -> int | None:
     """Return the number of updates of a training; None if this rank does not hold it."""
-    return host.trainings[name].updates if name in host.trainings else None
+    training = host.get_kept(RankTraining).get(name)
+    return training and training.updates
 
 
 def step(host: RankServer, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, RankStepStats]:
@@ -90,7 +92,8 @@ def step(host: RankServer, name: str, images: int, steps: int, inputs: Inputs) -
 
 def find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
     """Return the causes of a non-finite loss in images, labels and weights. Collective."""
-    return host.trainings[name].find_causes() if name in host.trainings else []
+    training = host.get_kept(RankTraining).get(name)
+    return training.find_causes() if training else []
 
 
 def record_reference(host: RankServer, recipe: Recipe, parts: list[Inputs]) -> TrainingRecord:
@@ -115,7 +118,7 @@ def load(host: RankServer, name: str, path: Path) -> None:
 
 def drop(host: RankServer, name: str) -> None:
     end_loop(host, name)
-    host.trainings.pop(name, None)
+    host.get_kept(RankTraining).pop(name, None)
 
 
 # ---- train loops over images that the ranks read
@@ -142,7 +145,8 @@ def begin_loop(
 ) -> Mapping[str, Any]:
     """Start a loader on a rank, and return the position in the images."""
     end_loop(host, name)
-    loop = host.loops[name] = RankTrainLoop(host.world, get_training(host, name), specs, images, feeding)
+    loop = RankTrainLoop(host.world, get_training(host, name), specs, images, feeding)
+    host.get_kept(RankTrainLoop)[name] = loop
     if state is not None:
         loop.feed.resume(state, anew)
     return loop.feed.get_state()
@@ -150,14 +154,14 @@ def begin_loop(
 
 def step_loop(host: RankServer, name: str, steps: int) -> LoopReply:
     get_training(host, name, steps)
-    loop = host.loops[name]
+    loop = host.get_kept(RankTrainLoop)[name]
     stats = loop.step()
     return LoopReply(stats, loop.report, loop.feed.get_state(), tuple(loop.feed.bad))
 
 
 def end_loop(host: RankServer, name: str) -> int:
     """End the loader workers of a training, if it has any, and return its number of updates."""
-    if (loop := host.loops.pop(name, None)) is not None:
+    if (loop := host.get_kept(RankTrainLoop).pop(name, None)) is not None:
         loop.close()
     return loop.updates if loop else 0
 
@@ -175,11 +179,11 @@ def begin_evaluation(
     images: LabelledImages,
 ) -> None:
     trained = get_training(host, training, steps)
-    host.predictions[name] = RankEvaluation(host.world, trained, recipe, labels, images)
+    host.get_kept(RankPrediction)[name] = RankEvaluation(host.world, trained, recipe, labels, images)
 
 
 def begin_prediction(host: RankServer, training: str, steps: int, name: str, recipe: Recipe) -> None:
-    host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, training, steps).held)
+    host.get_kept(RankPrediction)[name] = RankPredictor(host.world, recipe, get_training(host, training, steps).held)
 
 
 def begin_tiled_prediction(
@@ -193,23 +197,24 @@ def begin_tiled_prediction(
 ) -> int:
     """Prepare the prediction of a picture, and return its number of rounds."""
     weights = get_training(host, training, steps).held
-    host.predictions[name] = prediction = TiledPredictor(host.world, recipe, request, sink, weights)
+    prediction = TiledPredictor(host.world, recipe, request, sink, weights)
+    host.get_kept(RankPrediction)[name] = prediction
     return prediction.rounds
 
 
 def call_prediction(host: RankServer, name: str, what: str, *args: Any) -> Any:
     """Call a method of a prediction or an evaluation. Raises PlanError if the rank does not hold it."""
-    if name not in host.predictions:
+    predictions = host.get_kept(RankPrediction)
+    if name not in predictions:
         raise PlanError(
             "The ranks do not hold this prediction any more: it has ended, or the ranks were restarted. Begin it anew."
         )
-    return getattr(host.predictions[name], what)(*args)
+    return getattr(predictions[name], what)(*args)
 
 
 def drop_prediction(host: RankServer, name: str) -> None:
     """Free what a prediction or an evaluation holds on this rank."""
-    prediction = host.predictions.pop(name, None)
-    if isinstance(prediction, TiledPredictor):
+    if (prediction := host.get_kept(RankPrediction).pop(name, None)) is not None:
         prediction.close()
 
 
@@ -217,22 +222,25 @@ def drop_prediction(host: RankServer, name: str) -> None:
 
 
 def begin_debug_step(host: RankServer, name: str, steps: int, images: int, number: str, inputs: Inputs) -> StepState:
-    host.walk = RankStepper(get_training(host, name, steps), inputs, images, number)
-    return host.walk.standing
+    host.paused = stepper = RankStepper(get_training(host, name, steps), inputs, images, number)
+    return stepper.standing
 
 
 @allow_during_step
 def call_debug_step(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
     """Call a method of the stepper with that number; return None if that step was abandoned."""
-    stepper = host.walk
-    return (getattr(stepper, what)(*args),) if stepper is not None and stepper.number == number else None
+    return (getattr(host.paused, what)(*args),) if _is_paused(host, number) else None
 
 
 @allow_during_step
 def abort_debug_step(host: RankServer, number: str) -> None:
     """Abort the debugged step with that number, if the ranks have not left it for other work yet. Collective."""
-    if host.walk is not None and host.walk.number == number:
+    if _is_paused(host, number):
         host.abort_debug_step()
+
+
+def _is_paused(host: RankServer, number: str) -> bool:
+    return isinstance(host.paused, RankStepper) and host.paused.number == number
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next
@@ -243,15 +251,16 @@ def measure_load(host: RankServer) -> float:
 
 
 def start_calibration(host: RankServer, recipes: CalibrationRecipes, quick: bool) -> None:
-    host.calibration = Calibration(host.world, recipes, quick)
+    host.get_kept(Calibration)[""] = Calibration(host.world, recipes, quick)
 
 
 def run_calibration_part(host: RankServer) -> Machine | None:
-    return host.calibration and host.calibration.run_part()
+    calibration = host.get_kept(Calibration).get("")
+    return calibration and calibration.run_part()
 
 
 def discard_calibration(host: RankServer) -> None:
-    host.calibration = None
+    host.get_kept(Calibration).clear()
 
 
 @allow_during_step
@@ -266,7 +275,7 @@ def find_gpu(host: RankServer, device: str) -> str:
 
 def time_step(host: RankServer, name: str, inputs: Inputs) -> float:
     """Return the seconds of a step on this rank."""
-    training = host.trainings[name]
+    training = host.get_kept(RankTraining)[name]
     training.step(inputs)  # fills the caches that the other plans have evicted
     host.world.barrier()
     start_s = time.perf_counter()
@@ -280,12 +289,12 @@ def measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
 
     Segments are not compiled here: allocations inside a compiled function cannot be counted.
     """
-    before = host.trainings.pop(name)
+    before = host.get_kept(RankTraining).pop(name)
     plan = replace(before.recipe.plan, compile_segments=False)
     recipe = replace(before.recipe, plan=plan, state={name: tensor.detach() for name, tensor in before.held.items()})
     del before  # frees all of it but its weights, from which the new one begins
     with LiveBytes() as live:
-        training = host.trainings[name] = RankTraining(host.world, recipe)
+        training = host.get_kept(RankTraining)[name] = RankTraining(host.world, recipe)
         for _ in range(2):
             training.step(inputs)
         live.reset_peak()

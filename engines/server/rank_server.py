@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import cloudpickle
 import torch
@@ -28,11 +28,6 @@ from mpi4dl_nb.engines.comm.status_board import StatusBoard, report_working
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.errors import Mpi4dlError, RankError, ReleasedError, get_message, iterate_causes
 from mpi4dl_nb.engines.server.notebook_imports import NotebookImports, make_import_error, pack, sync_imports
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.engines.train.debug_step import RankStepper
-    from mpi4dl_nb.engines.train.train_loop import RankTrainLoop
-    from mpi4dl_nb.engines.train.training import RankTraining
 
 SPOKEN = "\x1espoken "
 """The prefix of a line that carries a line of a rank's output; the rest is JSON."""
@@ -47,26 +42,41 @@ _AGAIN_S = 0.01  # until an interrupt that came during a `__del__` is tried agai
 _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
 
 
+Kept = TypeVar("Kept")
+
+
+class PausedStep(Protocol):
+    """A step that a rank has begun and that waits for the notebook, with messages under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has run."""
+
+    def drop(self) -> None:
+        """Free the buffers of its messages, which will not arrive any more."""
+
+
 class RankServer:
-    """One rank's state between two calls: its world, and trainings, train loops and predictions by name.
+    """One rank's state between two calls: its world, a step that waits, and the objects that its functions keep.
 
     The server writes on `board` what the rank is doing.
     """
 
     def __init__(self, world: World, board: StatusBoard | None = None) -> None:
         self.world, self.board = world, board or StatusBoard()
-        self.trainings: dict[str, RankTraining] = {}
-        self.loops: dict[str, RankTrainLoop] = {}
-        self.predictions: dict[str, Any] = {}
-        self.calibration: Any = None
-        self.walk: RankStepper | None = None
+        self.paused: PausedStep | None = None
+        self._kept: dict[type, dict[str, Any]] = {}
         self.arriving: bytearray | None = None  # parts of the next call
         self.leaving = b""  # the last reply, of which parts are still to be fetched
 
+    def get_kept(self, kind: type[Kept]) -> dict[str, Kept]:
+        """Return the objects of one kind that the rank keeps, such as its trainings, by name. Adding one keeps it."""
+        return self._kept.setdefault(kind, {})
+
     def abort_debug_step(self) -> None:
         """Abort the debug step, if any: its pending messages must not match those of other work. Collective."""
-        if self.walk is None or self.walk.done:
-            self.walk = None
+        if self.paused is None or self.paused.done:
+            self.paused = None
         else:
             self._reconnect(self.world.renew)
 
@@ -74,11 +84,19 @@ class RankServer:
         """Reconnect the ranks, without old messages; a debug step is aborted. Collective."""
         self._reconnect(self.world.recover)
 
+    def discard(self) -> None:
+        """Close and forget all that the rank keeps."""
+        for objects in self._kept.values():
+            for kept in objects.values():
+                if hasattr(kept, "close"):  # files, loaders and settings of the allocator outlive the object otherwise
+                    kept.close()
+        self._kept.clear()
+
     def _reconnect(self, connect: Callable[[], None]) -> None:
-        walk, self.walk = self.walk, None
+        paused, self.paused = self.paused, None
         connect()
-        if walk is not None:
-            walk.drop()  # only now: until then pending messages still use the step's buffers
+        if paused is not None:
+            paused.drop()  # only now: until then pending messages still use the step's buffers
 
 
 def allow_during_step(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,11 +246,7 @@ def recover(host: RankServer) -> None:
 def recover_and_reset(host: RankServer) -> None:
     """Recover with fewer ranks than before: everything that was made for all of them is discarded. Collective."""
     host.recover()
-    for ended in (*host.loops.values(), *host.predictions.values()):
-        if hasattr(ended, "close"):  # files, loaders and settings of the allocator outlive the object otherwise
-            ended.close()
-    for held in (host.trainings, host.loops, host.predictions):
-        held.clear()
+    host.discard()
 
 
 @cache

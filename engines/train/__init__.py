@@ -1,1 +1,1 @@
-"""Training on one rank: steps, checkpoints, evaluation, comparison with one process, asynchronous replicas."""
+"""Training on one rank: steps, checkpoints, comparison with one process, asynchronous replicas."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.shards import Shard, ShardIndex, assemble_shards
-from mpi4dl_nb.engines.compiler.steps import StepCounts, StepLabel
+from mpi4dl_nb.engines.compiler.steps import DependencyOrder, StepCounts, StepLabel
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes
 from mpi4dl_nb.engines.geometry.tiles import Move, Plane
+from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.plan.schedule import PipelineAction, Schedule, Slot
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
@@ -191,6 +192,33 @@ class StepView(FactTable):
         """The last image of a micro-batch."""
         shown = (panel.extent for panel in self.panels if panel.seen is not None)
         return max((extent.shape[0] for extent in shown if extent.axes), default=1) - 1
+
+
+class DebuggedStep(Protocol):
+    """A debugged step as drawings read it: its position, what all ranks will do, and views of their values."""
+
+    @property
+    def event(self) -> StepEvent:
+        """The current position."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule of the step."""
+
+    @property
+    def order(self) -> DependencyOrder:
+        """The instructions of all ranks, with what each depends on."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank holds which tile of which stage."""
+
+    @property
+    def image_shape(self) -> Sequence[int]:
+        """The shape of a micro-batch of images."""
+
+    def view(self, channel: int = 0, image: int = 0, show: str = "made") -> StepView:
+        """Return one channel of one image of each rank's last value, and the last messages."""
 
 
 def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from mpi4dl_nb.engines.comm.device import (
     choose_device,
     choose_memory_format,
-    choose_thread_count,
+    count_cores,
+    count_local_ranks,
     get_used_bytes,
     place_inputs,
     use_threads,
@@ -28,6 +29,8 @@ from mpi4dl_nb.engines.compiler.labels import format_causes as describe_causes
 from mpi4dl_nb.engines.compiler.steps import describe_steps
 from mpi4dl_nb.engines.errors import LossError, PlanError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.plan.layout import compute_threads
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import FiniteCheckAllReduce, SumGradients, Update
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
@@ -50,6 +53,11 @@ class _StepSetup:
     graph: ModelGraph
     worker: Worker
     counting: LabelCounter
+
+
+def choose_thread_count(plan: Plan, rank: int) -> int:
+    """Return a rank's share of the cores of this host."""
+    return compute_threads(plan, rank, count_cores(), count_local_ranks(plan.ranks))
 
 
 class RankTraining:

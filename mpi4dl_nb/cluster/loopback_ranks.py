@@ -20,6 +20,7 @@ from mpi4dl_nb.engines.errors import ReleasedError
 from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler
 from mpi4dl_nb.engines.server import rank_server
 from mpi4dl_nb.engines.server.notebook_imports import pack
+from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
 
 
@@ -159,5 +160,5 @@ class SingleThreadRanks(LoopbackRanks):
 
 def _offload_trainings(own: rank_server.RankServer) -> None:
     """Write the activations of a rank's trainings to a file while other ranks compute, if their plan says so."""
-    for training in own.trainings.values():
+    for training in own.get_kept(RankTraining).values():
         training.worker.offload()

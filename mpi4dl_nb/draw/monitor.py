@@ -14,10 +14,9 @@ from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.program.timeline import TimeShares
+from mpi4dl_nb.engines.train.history import History, Progress
 from mpi4dl_nb.engines.train.interrupts import StoppedError
 from mpi4dl_nb.engines.train.step_report import build_timeline
-from mpi4dl_nb.training.fit_run import History
-from mpi4dl_nb.training.progress import Progress
 
 WORKS = BarStyle("works", "#56b4e9", "")
 COMMUNICATES = BarStyle("communicates", "#f0e442", "xxx")

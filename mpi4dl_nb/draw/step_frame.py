@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -31,12 +31,8 @@ from mpi4dl_nb.draw.stepper import (
 )
 from mpi4dl_nb.draw.timeline import SLOTS
 from mpi4dl_nb.engines.formatting import format_bytes
-from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
-from mpi4dl_nb.engines.train.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.training.step_debugger import StepDebugger
+from mpi4dl_nb.engines.train.step_events import DebuggedStep, RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 FRAME_PX = 96
 """Largest height or width of the values in a frame, for each rank; larger ones are means."""
@@ -201,12 +197,12 @@ def _list_sums(view: StepView, values: _Values) -> Iterator[dict[str, Any]]:
 # What a page needs once: the places of the ranks, the schedule, and the colours.
 
 
-def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
+def describe_scene(stepping: DebuggedStep) -> dict[str, Any]:
     """Describe, for JSON, where ranks are drawn, the schedule, and how many instructions each rank has.
 
     A rank is drawn where its first role is: a box for each stage of each replica, with its tiles as in the image.
     """
-    layout, schedule = Layout.of(stepping.training.plan), stepping.schedule
+    layout, schedule = stepping.layout, stepping.schedule
     boxes, homes = [], {}
     several = len({pipe.replica for pipe in layout.pipes}) > 1
     for pipe in layout.pipes:
@@ -234,11 +230,11 @@ def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
         "schedule": {"name": schedule.name, "length": schedule.length, "lanes": lanes},
         "looks": [asdict(look) for look in SLOTS.values()],
         "ends": list(stepping.order.ends),
-        "size": list(stepping.training.recipe.graph.inputs["images"].shape[-2:]),
+        "size": list(stepping.image_shape[-2:]),
     }
 
 
-def describe_progress(stepping: StepDebugger) -> str:
+def describe_progress(stepping: DebuggedStep) -> str:
     """Return how many instructions of how many are done on each rank, in words."""
     done, of = format_range(stepping.event.places), format_range(stepping.order.ends)
     return f"{done} of {of} instructions done on each rank"

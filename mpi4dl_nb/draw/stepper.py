@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,10 +22,15 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.plan.schedule import Schedule
-from mpi4dl_nb.engines.train.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.training.step_debugger import StepDebugger
+from mpi4dl_nb.engines.train.step_events import (
+    DebuggedStep,
+    PanelGroup,
+    RankEvent,
+    RankPanel,
+    StepEvent,
+    StepView,
+    Transfer,
+)
 
 FigureBox = tuple[float, float, float, float]
 """(left, bottom, width, height) in the figure's own coordinates."""
@@ -47,7 +51,7 @@ ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
 
 
 def show_step(
-    stepping: StepDebugger, channel: int = 0, image: int = 0, show: str = "made", message: int = 0
+    stepping: DebuggedStep, channel: int = 0, image: int = 0, show: str = "made", message: int = 0
 ) -> Drawing:
     """Draw the current position of a debugged step on all ranks, and one channel of one image of their values.
 

@@ -12,9 +12,9 @@ from mpi4dl_nb.draw.memory import make_limit_look
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
+from mpi4dl_nb.engines.predict.candidates import Candidate, sort_candidates
 from mpi4dl_nb.engines.predict.explain import describe_plan, format_grids, format_rate
 from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
-from mpi4dl_nb.planning.plan_benchmark import Candidate, sort_candidates
 
 PREDICTED = BarStyle("predicted", "#56b4e9", "")
 MEASURED = BarStyle("measured", "#e69f00", "//")

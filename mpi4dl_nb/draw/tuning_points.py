@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent, format_seconds
+from mpi4dl_nb.engines.predict.candidates import Candidate
 from mpi4dl_nb.engines.predict.explain import KINDS, WORDS, classify_plan, describe_plan
 from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.engines.program.timeline import compute_time_shares
-from mpi4dl_nb.planning.plan_benchmark import Candidate
 
 
 @dataclass(frozen=True)

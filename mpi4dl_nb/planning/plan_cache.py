@@ -1,4 +1,4 @@
-"""The cost of plans before a cluster is started: a forecast, studies, and a cache of compiled plans for one model."""
+"""A cache of the compiled plans of one model, with their costs."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from threading import Lock, RLock
 
-from torch import nn
-
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.compiler.compile import Compiler
-from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.graph.model_state import ModelState
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.predict import forecast as predicted
-from mpi4dl_nb.engines.predict import sizes, studies
 from mpi4dl_nb.engines.predict.forecast import Forecast, RankLoad, count_load, forecast_programs, with_memory, with_time
 from mpi4dl_nb.engines.predict.machine import Machine
-from mpi4dl_nb.engines.predict.machines import resolve_machine
 from mpi4dl_nb.engines.predict.rank_memory import RankMemory, predict_rank_memory
 from mpi4dl_nb.engines.predict.rank_tally import build_tallies
-from mpi4dl_nb.engines.predict.sizes import Sizes
 from mpi4dl_nb.engines.predict.tallies import RankTally
 from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd
-from mpi4dl_nb.status_line import LATER_S, show_status, with_status
 
 KEPT = 24  # plans; the programs of a large model take some megabytes
 KEPT_SHAPES = 8  # of batches
@@ -230,37 +223,3 @@ def describe_place(cluster: Cluster | None) -> str:
     if cluster is not None and cluster.is_one_process:
         return "on this computer, as threads of this notebook's process"
     return "on this computer, one MPI process per rank"
-
-
-# The forecast of one plan, and studies of many, with a line below the cell while they run.
-
-
-def forecast(
-    model: nn.Module | Sizes,
-    plan: Plan,
-    image_shape: Sequence[int],
-    machine: Machine | str,
-    loss: Loss | None = None,
-    optimiser: Optimiser = sgd,
-) -> Forecast:
-    """Predict a training step under a plan on a machine, which may be elsewhere: time, timeline, memory of each rank.
-
-    `image_shape` is (N, C, H, W) of one batch. `machine` is the result of `cluster.calibrate()`, or the name of a known
-    machine, such as "Summit". Raises PlanError, TraceError or ImageError.
-
-    >>> from mpi4dl_nb import Plan, forecast, resnet20_v1
-    >>> foreseen = forecast(resnet20_v1(), Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 64), "Summit")
-    >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
-    (5, 5, True)
-    """
-    subject = Sizes.of(model, loss)
-    states = count_optimiser_states(optimiser, subject.model, subject.loss)
-    with show_status(f"Tracing {subject.name} for {plan.summary} ...", LATER_S) as line:
-        graph = subject.graph(plan, image_shape)
-        line.update(f"Compiling and simulating {plan.summary} ...")
-        return predicted.forecast(graph, plan, resolve_machine(machine), states)
-
-
-capabilities = with_status("Forecasting plans", counts="seen")(studies.capabilities)
-scaling = with_status("Forecasting the plan for each number of ranks")(studies.scaling)
-largest_image = with_status("Looking for the largest image that fits")(sizes.largest_image)

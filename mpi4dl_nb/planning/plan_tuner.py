@@ -15,6 +15,7 @@ from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.candidates import Candidate, sort_candidates
 from mpi4dl_nb.engines.predict.explain import Explanation, explain
 from mpi4dl_nb.engines.predict.forecast import Forecast, check_order
 from mpi4dl_nb.engines.predict.machine import Machine
@@ -22,12 +23,7 @@ from mpi4dl_nb.engines.predict.search import search
 from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare, sgd
-from mpi4dl_nb.planning.plan_benchmark import (
-    Candidate,
-    PlanTrial,
-    run_interleaved,
-    sort_candidates,
-)
+from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
 _LIKELY_SHARE = 0.5  # of the best predicted speed: some predictions were twice the measured speed

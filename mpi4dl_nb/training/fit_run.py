@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 from os import PathLike
-from pathlib import Path
 from typing import Protocol
 
 from tqdm.auto import tqdm
 
 from mpi4dl_nb.engines.errors import PlanError, RankError, make_absolute
-from mpi4dl_nb.engines.formatting import FactTable, format_names, format_number
+from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.train.checkpoint_files import check_writable
 from mpi4dl_nb.engines.train.checkpoint_owner import describe_others
 from mpi4dl_nb.engines.train.checkpoint_save import CheckpointManager
+from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.interrupts import SIGNALS, Interrupts, StoppedError
 from mpi4dl_nb.engines.train.train_loop import run
 from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, Recovered, StepResult, TrainingEvent
@@ -29,34 +29,6 @@ from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
 _LAST_S = 0.4  # time that the current step may still take after an interrupt
-
-
-@dataclass(frozen=True, repr=False)
-class History(FactTable):
-    """Result of `fit`: the loss of each step, images per second over all steps, and the results of each epoch.
-
-    `left_out` names each skipped bad image, with the reason. `stopped` is true if a monitor's button ended the training
-    early. `saved` is the path of the last checkpoint.
-    """
-
-    losses: tuple[float, ...]
-    images_per_s: float
-    epochs: tuple[EpochResult, ...] = ()
-    left_out: tuple[str, ...] = ()
-    stopped: bool = False
-    saved: Path | None = None
-
-    @property
-    def facts(self) -> dict[str, object]:
-        losses = {"loss": f"{self.losses[0]:.4g} to {self.losses[-1]:.4g}"} if self.losses else {}
-        return {
-            "steps": f"{len(self.losses)} in {len(self.epochs)} whole epochs",
-            **losses,
-            "images a second": format_number(self.images_per_s),
-            **({"bad images left out": len(self.left_out)} if self.left_out else {}),
-            **({"ended": "by the monitor's button"} if self.stopped else {}),
-            **({"last checkpoint": self.saved} if self.saved else {}),
-        }
 
 
 class FitCallback(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 
 from tqdm.auto import tqdm
@@ -13,34 +13,10 @@ from tqdm.auto import tqdm
 from mpi4dl_nb.engines.comm.device import count_cores
 from mpi4dl_nb.engines.formatting import format_number
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.history import History, Progress
 from mpi4dl_nb.engines.train.step_report import StepReport
 from mpi4dl_nb.engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
-from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.training_handle import TrainingHandle
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Snapshot of a `fit`: the results of all steps so far, and the `reports` of the ranks on the last one.
-
-    `speeds` are images per second of each step, including the wait for images. `ends` holds the number of steps after
-    which each of `epochs` ended. `one_process`: all ranks are threads of one process and share its memory.
-    """
-
-    plan: Plan
-    state: str = "not begun"
-    running: bool = False
-    total: int | None = None
-    losses: Sequence[float] = ()
-    speeds: Sequence[float] = ()
-    last: StepResult | None = None
-    epochs: Sequence[EpochResult] = ()
-    ends: Sequence[int] = ()
-    reports: Sequence[StepReport] = ()
-    seconds: float = 0.0
-    left_s: float | None = None
-    left_out: int = 0
-    one_process: bool = False
 
 
 class ProgressRecorder:

@@ -64,8 +64,9 @@ class StepDebugger(FactTable):
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
         self.order = DependencyOrder(training.programs)
         self.steps = tuple(label_steps(graph, program) for program in training.programs)
-        layout = Layout.of(training.plan)
-        self._roles = ["; ".join(map(layout.describe_role, roles)) for roles in layout.roles]
+        self.layout = Layout.of(training.plan)
+        self.image_shape = graph.inputs["images"].shape
+        self._roles = ["; ".join(map(self.layout.describe_role, roles)) for roles in self.layout.roles]
         self._begin()
 
     @cached_property

@@ -35,6 +35,7 @@ from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
 from mpi4dl_nb.engines.program.timeline import Timeline
 from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.checkpoint_save import KEEP
+from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.optimiser_trial import count_states
 from mpi4dl_nb.engines.train.step_report import build_timeline
 from mpi4dl_nb.engines.train.training import (
@@ -58,7 +59,7 @@ from mpi4dl_nb.training.batches import (
     make_repeatable,
     prepare_batch,
 )
-from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, check_callback, fit
+from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, check_callback, fit
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop, choose_resume_state, is_images
 from mpi4dl_nb.training.prediction import Evaluator, predict_batch, predict_picture
 from mpi4dl_nb.training.progress import ProgressBar

@@ -14,9 +14,9 @@ from IPython.display import display
 
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.monitor import describe_outcome, format_progress_html, format_tables_html, show_progress
+from mpi4dl_nb.engines.train.history import History, Progress
 from mpi4dl_nb.engines.train.training_events import TrainingEvent
-from mpi4dl_nb.training.fit_run import History
-from mpi4dl_nb.training.progress import Progress, ProgressRecorder, RefreshRate
+from mpi4dl_nb.training.progress import ProgressRecorder, RefreshRate
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import FigureView, PageWidget
 

@@ -18,11 +18,11 @@ from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.candidates import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.engines.predict.explain import Explanation, explain
 from mpi4dl_nb.engines.predict.forecast import ORDERS, check_order
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd
-from mpi4dl_nb.planning.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown, read_code

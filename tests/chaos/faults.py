@@ -27,6 +27,7 @@ from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.program.worker import Worker
 from mpi4dl_nb.engines.server.rank_server import RankServer, allow_during_step
+from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.links import cut_connections
 from tests.chaos.training import PLAN, SHAPE
@@ -212,7 +213,7 @@ def arm(host: RankServer, fault: Fault) -> None:
         left[0] -= 1
 
     if fault.when == "step":
-        for training in host.trainings.values():
+        for training in host.get_kept(RankTraining).values():
             _before(training.worker, "step", count)
     else:
         _while_it_says(host.board, _WORDS[fault.when], count)
@@ -249,7 +250,7 @@ def _while_it_says(board: StatusBoard, word: bytes, count: Callable[[], None]) -
 @allow_during_step
 def disarm(host: RankServer) -> None:
     """No fault happens any more that has not."""
-    for each in (host.board, *(training.worker for training in host.trainings.values())):
+    for each in (host.board, *(training.worker for training in host.get_kept(RankTraining).values())):
         for name in ("report", "report_waiting", "step"):
             vars(each).pop(name, None)
 

@@ -20,9 +20,9 @@ from mpi4dl_nb.draw.monitor import (
 )
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.timeline import TimelineEvent
+from mpi4dl_nb.engines.train.history import Progress
 from mpi4dl_nb.engines.train.step_report import StepReport
 from mpi4dl_nb.engines.train.training_events import Counts, EpochResult, Scores, StepResult
-from mpi4dl_nb.training.progress import Progress
 
 
 def report(rank: int, work_s: float, halo_s: float, wait_s: float) -> StepReport:

@@ -192,13 +192,13 @@ def test_an_exit_is_a_failure_like_others(cluster):
 
 def test_what_ranks_hold_outlives_a_failure(cluster):
     def keep(host):
-        host.trainings["mine"] = (host.world, host.world.rank)
+        host.get_kept(tuple)["mine"] = (host.world, host.world.rank)
 
     def fails(host):
         raise ValueError
 
     def look(host):
-        world, rank = host.trainings["mine"]
+        world, rank = host.get_kept(tuple)["mine"]
         return world is host.world and world.all_gather(rank)
 
     cluster.call(keep)
@@ -375,7 +375,7 @@ def test_the_others_go_on_without_the_dead(cluster):
 
 def test_healing_without_the_dead_is_done_in_place(cluster):
     def fails(host):
-        host.trainings["kept"] = "kept"
+        host.get_kept(str)["kept"] = "kept"
         raise ValueError("no such pixel")
 
     with pytest.raises(RankError):
@@ -383,7 +383,7 @@ def test_healing_without_the_dead_is_done_in_place(cluster):
     with Watch() as watch:
         assert cluster.heal() is cluster
     assert watch.s < 1
-    assert cluster.call(lambda host: host.trainings.pop("kept")) == ["kept"] * N
+    assert cluster.call(lambda host: host.get_kept(str).pop("kept")) == ["kept"] * N
 
 
 @over_mpi
@@ -724,7 +724,7 @@ def test_it_becomes_larger_or_smaller(backend):
     def place(host):
         ones = torch.ones(1)
         all_reduce(host.world, ones, range(host.world.size)).wait()
-        kept, host.trainings["kept"] = host.trainings.get("kept"), True
+        kept, host.get_kept(bool)["kept"] = host.get_kept(bool).get("kept"), True
         return host.world.rank, ones.item(), kept
 
     cluster = Cluster(3, backend=backend)

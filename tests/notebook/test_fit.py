@@ -19,11 +19,12 @@ from mpi4dl_nb.engines.images.augmented import Augmented
 from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.program.rng import compute_step_seed
+from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 from mpi4dl_nb.engines.train.recipe import sgd
+from mpi4dl_nb.engines.train.train_loop import RankTrainLoop
 from mpi4dl_nb.engines.train.training_events import count_predictions
 from mpi4dl_nb.training import fit_run
-from mpi4dl_nb.training.fit_run import History
 
 SIZE, BATCH = (12, 20), 2
 TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")
@@ -327,7 +328,7 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
     mine = training(ranks)
 
     def change(host: object, name: str) -> None:
-        host.loops[name].training.worker.steps += host.world.rank
+        host.get_kept(RankTrainLoop)[name].training.worker.steps += host.world.rank
 
     begin = mine.cluster.call
 

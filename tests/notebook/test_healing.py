@@ -23,6 +23,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.server.rank_server import RankServer
 from mpi4dl_nb.engines.train.interrupts import StoppedError
+from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.training.loops import BatchLoop
 from mpi4dl_nb.training.progress import ProgressRecorder
@@ -182,7 +183,7 @@ def test_a_second_try_goes_on_from_what_the_first_has_loaded(cluster, undisturbe
 @over_loopback
 def test_what_comes_twice_in_the_same_place_is_raised(cluster, tmp_path):
     def break_down(host: RankServer, name: str) -> None:
-        worker = host.trainings[name].worker
+        worker = host.get_kept(RankTraining)[name].worker
         step = worker.step
 
         def broken() -> Any:
@@ -274,7 +275,7 @@ def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed
     """A rank dallies in the third step: what was before it is saved, and goes on as if nothing had been."""
 
     def dally(host: RankServer, name: str) -> None:
-        worker = host.trainings[name].worker
+        worker = host.get_kept(RankTraining)[name].worker
         step, left = worker.step, [2 * len(worker.program.steps) + 5]
 
         def slow() -> Any:
@@ -302,7 +303,7 @@ def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undistu
     """All ranks have changed their weights in the third step, but nobody knows of it yet: as if it had not been."""
 
     def dally(host: RankServer, name: str) -> None:
-        worker = host.trainings[name].worker
+        worker = host.get_kept(RankTraining)[name].worker
         step, left = worker.step, [3 * len(worker.program.steps)]
 
         def slow() -> Any:

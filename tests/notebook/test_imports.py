@@ -54,6 +54,7 @@ TAUGHT = {
         "mpi4dl_nb.engines.geometry.windows": "the recipe of an operator",
         "mpi4dl_nb.engines.train.training": "the part of a batch that each rank receives",
     },
+    "12": {"mpi4dl_nb.engines.server.rank_functions": "what a rank keeps of a training"},
     "11": {
         "mpi4dl_nb.engines.predict.published": "published results",
         "mpi4dl_nb.engines.predict.published_replay": "published results",

@@ -15,7 +15,7 @@ from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.picture import open_image
-from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
+from mpi4dl_nb.engines.inference.rank_predictor import RankPrediction, make_padded_region
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.server import rank_functions
 
@@ -76,7 +76,7 @@ def test_predictions_of_two_threads_do_not_mix_and_are_freed(cluster: Cluster):
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(training.predict, asked))
     assert all(close(mine, plain(training, images)) for mine, images in zip(found, asked, strict=True))
-    assert cluster.call(lambda host: len(host.predictions)) == [0] * N
+    assert cluster.call(lambda host: len(host.get_kept(RankPrediction))) == [0] * N
     with pytest.raises(PlanError, match="do not hold this prediction any more"):
         cluster.call(rank_functions.call_prediction, training.name, "step")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.engines.errors import ImageError, PlanError, RankError
+from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.training import training as training_module
 from mpi4dl_nb.training.batches import CachedBatches, copy_batch
 
@@ -137,7 +138,7 @@ def test_batches_to_go_back_to_are_those_that_were_given(cluster, tmp_path, monk
 
 
 def _lose(host: Any, name: str) -> None:
-    host.trainings.pop(name)
+    host.get_kept(RankTraining).pop(name)
 
 
 def test_verify_takes_different_batches(cluster, monkeypatch):

@@ -25,6 +25,7 @@ from mpi4dl_nb.engines.program.update import UpdateRules
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining, TrainingRecord, compare, train_reference
 from mpi4dl_nb.engines.train.recipe import sgd
+from mpi4dl_nb.engines.train.training import RankTraining
 
 N = 4
 TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")  # every rank has a part of the loss
@@ -345,9 +346,9 @@ def test_the_timeline_has_every_instruction_of_every_rank_once(cluster, plan: Pl
 def test_close_frees_the_ranks(cluster):
     training = Training(unet(), TILES, cluster, SHAPE)
     name = training.name
-    assert cluster.call(lambda host: name in host.trainings) == [True] * N
+    assert cluster.call(lambda host: name in host.get_kept(RankTraining)) == [True] * N
     training.close()
-    assert cluster.call(lambda host: name in host.trainings) == [False] * N
+    assert cluster.call(lambda host: name in host.get_kept(RankTraining)) == [False] * N
     with pytest.raises(PlanError, match="do not hold this training any more: it was closed"):
         training.step(*batches(1)[0])
     training.close()
@@ -360,7 +361,7 @@ def test_a_training_that_nothing_refers_to_is_freed_with_the_next_one():
             training = None
             gc.collect()
             training = Training(unet(), Plan(split_size=1, spatial_size=0), alone, SHAPE)
-        assert alone.call(lambda host: list(host.trainings)) == [[training.name]]
+        assert alone.call(lambda host: list(host.get_kept(RankTraining))) == [[training.name]]
         assert alone.freed == []
 
 

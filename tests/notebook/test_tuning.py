@@ -20,11 +20,13 @@ from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import ImageError, PlanError, RankError, TraceError
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.candidates import Candidate, Measurement, sort_candidates
 from mpi4dl_nb.engines.predict.explain import classify_plan, describe_plan
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machine_checks import Noise
 from mpi4dl_nb.engines.program.program import Program, count_traffic
-from mpi4dl_nb.planning.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
@@ -146,7 +148,7 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
     spec = training.recipe.step_specs
     training.step(torch.rand(spec["images"].shape), torch.zeros(spec["labels"].shape, dtype=torch.int64))
     training.close()
-    assert not cluster.call(lambda host: len(host.trainings))[0]
+    assert not cluster.call(lambda host: len(host.get_kept(RankTraining)))[0]
 
 
 def test_by_memory_the_best_plan_is_the_leanest_that_was_measured(cluster):

@@ -11,9 +11,9 @@ from mpi4dl_nb.draw.tuning import format_table_html, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.predict.candidates import Candidate, Measurement
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.predict.search import search
-from mpi4dl_nb.planning.plan_benchmark import Candidate, Measurement
 from mpi4dl_nb.widgets.tuner import ChoiceTable, TuningView
 from tests.draw.legible import read, unreadable
 from tests.page.harness import PageHarness

@@ -199,7 +199,7 @@ def test_replicas_that_train_for_themselves_share_nothing():
 
 def fail_before_update(host: Any, name: str, inputs: Any) -> None:
     """Run a step until the update; then rank 1 fails, while others wait or have added their gradients."""
-    training = host.trainings[name]
+    training = host.get_kept(RankTraining)[name]
     training.start(inputs)
     while not isinstance(training.program.steps[training.worker.position].instruction, FiniteCheckAllReduce):
         training.advance()
@@ -214,7 +214,7 @@ def cut(training: Training, batch: Mapping[str, Tensor]) -> list[tuple[Any]]:
 
 def get_steps(host: Any, name: str) -> list[float]:
     """Return the step counts in the state of the rank's optimiser, by weight."""
-    optimiser = host.trainings[name].worker.optimiser_step.optimiser
+    optimiser = host.get_kept(RankTraining)[name].worker.optimiser_step.optimiser
     return [float(state["step"]) for state in optimiser.state.values()] if optimiser else []
 
 

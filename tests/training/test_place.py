@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpi4dl_nb.engines.comm.device import choose_device, choose_thread_count, count_local_ranks
+from mpi4dl_nb.engines.comm.device import choose_device, count_local_ranks
 from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.train.training import choose_thread_count
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)
 
@@ -35,6 +36,6 @@ def test_ranks_without_an_mpi_take_gpus_in_turn(monkeypatch, four_gpus):
 @pytest.mark.parametrize(("told", "here"), [("2", 2), ("9", 4), ("", 4), ("none", 4)])
 def test_threads_are_shared_with_the_ranks_of_the_same_host(monkeypatch, told, here):
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", told)
-    monkeypatch.setattr("mpi4dl_nb.engines.comm.device.count_cores", lambda: 8)
+    monkeypatch.setattr("mpi4dl_nb.engines.train.training.count_cores", lambda: 8)
     assert count_local_ranks(4) == here
     assert choose_thread_count(PLAN, 0) == 8 // here
