@@ -1,4 +1,4 @@
-"""The site's saved pages: one of each widget, on a stained tissue and a small network, without a kernel."""
+"""The site's saved pages: an exchange of halos and one page of each widget, on a stained tissue, without a kernel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mpi4dl_nb import (
     MACHINES,
@@ -45,6 +46,25 @@ def save_slicer(path: Path) -> None:
     """Save the tissue in tiles, with the halos of a network."""
     with closing(Slicer(TISSUE, PLAN, resnet20_v1(num_classes=2))) as slicer:
         slicer.save_page(path, title="Tiles and halos of a tissue")
+
+
+def save_exchange(path: Path) -> None:
+    """Save a step of a small network with wide halos, on four tiles of the tissue's middle."""
+    high_px, wide_px, reach_px = 48, 64, 4
+    crop = crop_picture(TISSUE, 100, 200, high_px, wide_px)
+    pixels = torch.from_numpy(crop.read(0, 0, high_px, wide_px)).permute(2, 0, 1)[None] / 255
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 2 * reach_px + 1, padding=reach_px),
+        nn.ReLU(),
+        nn.Conv2d(4, 2, 2 * reach_px + 1, padding=reach_px),
+    )
+    plan = Plan(split_size=1, slice_method="2x2")
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        training = Training(model, plan, cluster, tuple(pixels.shape))
+        with closing(Stepper(training, pixels, torch.randint(2, (1, high_px, wide_px)))) as stepper:
+            stepper.record_step()
+            stepper.save_page(path, title="Halos of a tissue in four tiles, forward and backward")
 
 
 def save_stepper(path: Path) -> None:
@@ -89,6 +109,7 @@ def save_workbench(path: Path) -> None:
 
 SAVERS: Mapping[str, Callable[[Path], None]] = {
     "slicer": save_slicer,
+    "exchange": save_exchange,
     "stepper": save_stepper,
     "timeline": save_timeline,
     "configurator": save_configurator,
@@ -98,7 +119,7 @@ SAVERS: Mapping[str, Callable[[Path], None]] = {
 
 
 def save_pages(folder: Path) -> None:
-    """Write one page of each widget into a folder."""
+    """Write all pages into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, save in SAVERS.items():
         save(folder / f"{name}.html")

@@ -112,7 +112,7 @@ def _describe_merged(event: StepEvent) -> str:
     """Return how many instructions the frame stands for, in words; empty if it is one on each rank that went on."""
     if max(event.ran) < 2:
         return ""
-    return f"The last {format_range(event.ran)} of them ran at once, and are one frame of the record."
+    return f"The last {format_range(event.ran)} of them ran at once."
 
 
 def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:

@@ -46,6 +46,8 @@ COLUMNS = (
 
 HATCHES = {"": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back-striped", "xx": "checked"}
 NOTHING, DONE = "nothing yet", "nothing: done"
+MOST_ACTIONS = 2
+"""Different instructions of ranks that a title names."""
 
 ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
 
@@ -130,9 +132,13 @@ def describe_event(event: StepEvent) -> str:
         return f"The step is done: {done} instructions on each rank, the weights have moved.{loss}"
     if not any(event.places):
         return "At the start of a training step: nothing is done"
-    moved = [rank.rank for rank in event.ranks if rank.moved]
-    who = format_ranks(moved) if moved else "no rank"
-    return f"In a training step, after {done} instructions on each rank; {who} went on.{loss}"
+    moved: dict[str, list[int]] = {}
+    for rank in event.ranks:
+        if rank.moved:
+            moved.setdefault(format_step_label(rank.did, NOTHING), []).append(rank.rank)
+    actions = [f"{format_ranks(ranks)}: {action}" for action, ranks in moved.items()]
+    shown = "; ".join(actions[:MOST_ACTIONS]) + " and others" * (len(actions) > MOST_ACTIONS)
+    return f"{shown[:1].upper()}{shown[1:] or 'No rank went on'}. Instructions done on each rank: {done}.{loss}"
 
 
 def format_range(counts: Sequence[int]) -> str:

@@ -3,16 +3,17 @@ import { keepFocus, makeButton, makeElement } from "./elements.js";
 import { clamp } from "./numbers.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
-const LONG = 5, DEEP = 2, MOST_TERMS = 8;
+const LONG = 5, MOST_TERMS = 8;
 
 /** Return the cells of a strip that are shown: `{ along, first, count, rows }`, the longer side along, from `start` on.
  *
- * A strip that is higher than wide is turned, so that its cells lie beside each other. `rows` are arrays of numbers.
+ * A strip that is higher than wide is turned, so that its cells lie beside each other. `rows` are arrays of numbers, at
+ * most as many as `most`.
  */
-export function cutStrip({ numbers, high, wide }, tile, start) {
+export function cutStrip({ numbers, high, wide }, tile, start, most = 2) {
   const upright = tile[2] - tile[0] > tile[3] - tile[1], count = upright ? high : wide, deep = upright ? wide : high;
   const from = clampStart(start, count);
-  const rows = Array.from({ length: Math.min(DEEP, deep) }, (_, line) =>
+  const rows = Array.from({ length: Math.min(most, deep) }, (_, line) =>
     Array.from({ length: Math.min(LONG, count) }, (_, at) =>
       numbers[upright ? (from + at) * wide + line : line * wide + from + at]));
   return { along: upright ? "row" : "column", first: tile[upright ? 0 : 1] + from, from, count, rows };
@@ -27,11 +28,19 @@ export function clampStart(start, count) {
 /** Shows one message of a frame; `choose(index)` is called with another one that the reader wants. */
 export class MessageStrips {
   constructor(palettes, choose) {
-    this.palettes = palettes;
-    this.choose = choose;
+    Object.assign(this, { palettes, choose, most: 2 });
     this.element = makeElement("section", {
       class: "mpi4dl-strips", "aria-label": "Message in numbers", tabindex: "-1", "data-lm-suppress-shortcuts": "true",
     });
+  }
+
+  /** Take `height` px, or as many as the style sheet says if it is 0. Where it is `tight`, one row of a strip is shown. */
+  fit(height, tight) {
+    this.element.style.height = height ? `${height}px` : "";
+    this.element.classList.toggle("mpi4dl-tight", tight);
+    if (this.most === (tight ? 1 : 2)) return;
+    this.most = tight ? 1 : 2;
+    if (this.frame) this.show(this.frame, this.focus);
   }
 
   /** Show message `focus` of a frame; without messages, its sums, or that nothing moved. */
@@ -55,7 +64,7 @@ export class MessageStrips {
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
       this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
     const told = makeElement("div", {}, head,
-      makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }));
+      makeElement("p", { text: `${what}: ${way}`, title: size }), makeElement("p", { class: "mpi4dl-faint", text: size }));
     return [told, ...this.makeTables(message)];
   }
 
@@ -93,9 +102,9 @@ export class MessageStrips {
     // One scale: a gradient that is added to another changes its colour visibly.
     const span = known.reduce(([low, high], { numbers }) => numbers.reduce(
       (found, number) => [Math.min(found[0], number), Math.max(found[1], number)], [low, high]), [Infinity, -Infinity]);
-    const cut = cutStrip(known[0], message.tile, this.start), signs = values[0] ? ["", "+", "="] : ["", "", ""];
+    const cut = cutStrip(known[0], message.tile, this.start, this.most), signs = values[0] ? ["", "+", "="] : ["", "", ""];
     const tables = message.names.map((name, at) => {
-      const cells = values[at] && cutStrip(values[at], message.tile, this.start);
+      const cells = values[at] && cutStrip(values[at], message.tile, this.start, this.most);
       return this.makeTable(name, signs[at], cells, cut, span, message.back);
     });
     if (cut.count <= LONG) return tables;

@@ -17,7 +17,7 @@ export function makeStepParts(controls, strips, table, keys) {
   }, canvas);
   const scene = makeElement("div", { class: "mpi4dl-step-scene" }, stage, strips.element);
   const leftOut = makeElement("p", { class: "mpi4dl-left-out" },
-    "This cell is too narrow for the numbers of a message, the schedule and the memory of the ranks",
+    "This view is too narrow for the numbers of a message, the schedule and the memory of the ranks",
     makeElement("span", { class: "mpi4dl-narrowest", text: ", and what they do next" }), ".");
   const root = makeElement("div", { class: "mpi4dl-page mpi4dl-stepper" },
     controls.element, caption, scene, leftOut, table.element, words, status);

@@ -20,6 +20,8 @@ import { StepTable } from "./step_table.js";
 const PAUSE_MS = 260, REST_MS = 1000, MOST_PX = 660, LEAST_PX = 200;
 const FRAME_PX = 20; // around the ranks' picture
 const STRIPS_PX = 362, FLAT_STRIPS_PX = 224, FLAT_PX = 320; // the numbers of a message, beside the ranks or below them
+const STRIPS_HIGH_PX = 340; // for two rows of numbers of each strip, below each other
+const BESIDE_PX = 900; // below the ranks: strips have room beside each other, see stepper.css
 
 /** The parts of the view, joined: the frames of `model` go to the player, and what it shows to all parts. */
 class StepperView {
@@ -40,7 +42,7 @@ class StepperView {
     this.table = new StepTable(this.setup);
     const keys = [...runs.map(([key, , does]) => [key, does]), ...(runs.length ? [["g", "gradient or activation"]] : [])];
     Object.assign(this, makeStepParts(this.controls, this.strips, this.table, [...keys, ...RECORD_KEYS]));
-    this.caption.style.setProperty("--lines", clamp(this.setup.boxes.length, 1, 3));
+    this.caption.style.setProperty("--lines", clamp(this.setup.boxes.length, 2, 3));
     this.tooltip = new Tooltip(this.stage);
     Object.assign(this, { focus: 0, progress: 1 });
     this.request = makeFrameLoop(() => this.paint());
@@ -172,7 +174,8 @@ class StepperView {
     this.scene.classList.toggle("mpi4dl-flat", isFlat);
     this.layout = isFlat ? placeRanks(setup, wide - 26, clamp(room - FRAME_PX - below, LEAST_PX, MOST_PX)) : beside;
     this.stageWide = (isFlat ? wide : wide - STRIPS_PX) - 2;
-    this.strips.element.style.height = isFlat ? "" : `${this.layout.high + 2}px`;
+    const strips = isFlat ? 0 : Math.max(this.layout.high + 2, Math.min(STRIPS_HIGH_PX, room));
+    this.strips.fit(strips, isFlat ? wide < BESIDE_PX : strips < STRIPS_HIGH_PX);
     for (const each of [...this.layout.boxes, ...this.layout.cells]) each[0] += 12;
     this.placed = placePanels(this.frame.meta, this.layout.cells);
   }

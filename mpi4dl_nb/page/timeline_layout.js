@@ -52,5 +52,5 @@ export function revealRow(layout, scroll, row) {
 export function describeLeftOut({ left, right }) {
   if (right) return "";
   const roles = left < 100 ? ", and its stage and tile" : "";
-  return `This cell is too narrow for the shares of each rank's time${roles}: point at an event, or make it wider.`;
+  return `This view is too narrow for the shares of each rank's time${roles}: point at an event, or make it wider.`;
 }

@@ -79,6 +79,7 @@ def test_the_start_page_begins_with_a_living_stepper(site: Path, open_window, wi
     expect(badge).to_contain_text("recorded: 1 of")
     stepper.locator(".mpi4dl-stage").press("ArrowRight")
     expect(badge).to_contain_text("recorded: 2 of")
+    expect(stepper.locator(".mpi4dl-step-title")).to_contain_text("forward halo")
     assert problems == []
 
 

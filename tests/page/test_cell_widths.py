@@ -89,7 +89,7 @@ def test_the_stepper_can_be_read_in_a_cell_of_any_width(chromium: object, steppe
     set_cell_width(harness, 320)
     left_out = harness.page.locator(".mpi4dl-left-out")
     assert left_out.inner_text() == (
-        "This cell is too narrow for the numbers of a message, the schedule and the memory of the ranks, and what they "
+        "This view is too narrow for the numbers of a message, the schedule and the memory of the ranks, and what they "
         "do next."
     )
     assert not harness.page.locator(".mpi4dl-strips").is_visible()
@@ -158,4 +158,19 @@ def test_nothing_jumps_in_a_stepper_from_instruction_to_instruction(chromium: ob
         harness.settle(2)
         assert harness.page.get_by_role("alert").inner_text().startswith("⚠ The step is done")
         assert measure_places(harness, *parts) == before
+    harness.close()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_message_is_shown_whole_beside_small_tiles(chromium: object, stepper: Stepper, phase: str):
+    """Backward, what is after a gradient was added is in its last line."""
+    harness = PageHarness(chromium, stepper.view, WINDOW_PX, reduced_motion="reduce")
+    set_cell_width(harness, 820)
+    stepper._handle_key("r")
+    stepper.stepping.until(kind="halo", phase=phase)
+    stepper.refresh()
+    harness.settle(3)
+    strips = harness.page.locator(".mpi4dl-strips")
+    assert strips.locator("table").count() == 3
+    assert strips.evaluate("(element) => element.scrollHeight - element.clientHeight") <= 0
     harness.close()
