@@ -87,8 +87,16 @@ def fit_pictures(book: NotebookNode, pictures: Sequence[Sequence[Picture]]) -> N
 def store_pictures(path: Path) -> None:
     """Run a notebook, and replace its outputs by the pictures that it has drawn."""
     book = nbformat.read(path, as_version=4)
-    ran = NotebookClient(nbformat.from_dict(book), timeout=CELL_S, kernel_name="python3").execute()
-    stored = fit_pictures(book, [find_pictures(cell.outputs) for cell in list_code_cells(ran)])
+    pictures: list[Sequence[Picture]] = []
+
+    def keep_pictures(cell: NotebookNode, **_: object) -> None:
+        # Now: a later cell that steps a debugger changes the picture of its widget, which is in an earlier cell.
+        pictures.append(find_pictures(cell.outputs))
+
+    client = NotebookClient(nbformat.from_dict(book), timeout=CELL_S, kernel_name="python3")
+    client.on_cell_executed = keep_pictures
+    client.execute()
+    stored = fit_pictures(book, pictures)
     stored.metadata[PICTURES_OF] = hash_code(stored)
     nbformat.write(stored, path)
 

@@ -61,11 +61,13 @@ def test_only_pictures_with_words_are_stored(path: Path):
 
 CELLS = [
     "from mpi4dl_nb import Drawing\nfigure = Drawing(figsize=(14, 2))\nfigure.alt = 'A <line> that rises.'",
-    "line = figure.subplots().plot([1, 2, 3])\nprint('/home/jane')\nfigure",
+    "line = figure.subplots().plot([1, 2, 3])\nprint('/home/jane')\nshown = display(figure, display_id=True)",
+    "shown.update(Drawing(figsize=(3, 2)))",
 ]
 
 
 def test_a_notebook_gets_the_pictures_of_its_cells(tmp_path: Path):
+    """As they are after the cell, whatever a later cell changes in them."""
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     path = tmp_path / "01.ipynb"
     nbformat.write(book, path)
