@@ -53,10 +53,10 @@ class _CrossStageValue:
 def add_inputs(builder: Builder, gradient: bool = False) -> None:
     """Add the inputs of the graph to a stage's values: as tiles where the image can be cut into tiles."""
     for name, spec in builder.graph.inputs.items():
-        grid = builder.stage.grid
-        cuts = len(spec.shape) > 2 and all(parts <= size for parts, size in zip(grid, spec.shape[-2:], strict=True))
-        axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else ()
-        builder.values[name] = ValueLayout(name, spec, axes, gradient and spec.is_floating)
+        axes = builder.image_axes
+        cuts = len(spec.shape) > len(axes) and builder.can_tile(builder.get_image_px(spec))
+        is_tiled = builder.stage.shares == 1 and (cuts or name == "images")
+        builder.values[name] = ValueLayout(name, spec, axes if is_tiled else (), gradient and spec.is_floating)
         builder.hold_extended(name)
 
 

@@ -153,7 +153,7 @@ def _check_images(b: Builder, node: Node, allowed: tuple[str, ...]) -> None:
         for tiled in (Ref(read) for read in find_ref_names(argument) if b.is_tiled(Ref(read))):
             if name not in allowed:
                 raise make_gather_error(node, f"takes pixels as its {name}")
-            if b.get_value(tiled).axes != (-2, -1):
+            if b.get_value(tiled).axes != b.image_axes:
                 raise make_gather_error(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")
 
 

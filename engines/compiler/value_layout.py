@@ -88,6 +88,15 @@ class ValueLayouts:
         """The rank whose program is built."""
         return self.stage.ranks[self.tile]
 
+    @property
+    def image_axes(self) -> Axes:
+        """The axes along which the stage cuts images: the last ones, as many as its grid has."""
+        return tuple(range(-len(self.stage.grid), 0))
+
+    def get_image_px(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Return the size of the images in a value along `image_axes`, in pixels."""
+        return spec.get_sizes(self.image_axes)
+
     def is_tiled(self, ref: Any) -> bool:
         """Return whether an argument is a value of which each rank holds a tile."""
         return isinstance(ref, Ref) and ref.name in self.values and bool(self.values[ref.name].axes)

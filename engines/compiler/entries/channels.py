@@ -121,7 +121,7 @@ def index_channels(b: Builder, node: Node) -> None:
 def shuffle_channels(b: Builder, node: Node) -> None:
     """Shuffle channels, which are along axis 1."""
     check_along_other_axes(b, node, node.arguments["self"], 1)
-    apply_locally(b, node, (-2, -1))
+    apply_locally(b, node, b.image_axes)
 
 
 @register_rule("aten.one_hot.default")
@@ -179,7 +179,7 @@ def avg_pool3d(b: Builder, node: Node) -> None:
     settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
     if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
         raise make_gather_error(node, "pools three axes")
-    apply_locally(b, node, (-2, -1))
+    apply_locally(b, node, b.image_axes)
 
 
 # Selections along an axis: one index, or those of a list.

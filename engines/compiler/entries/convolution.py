@@ -29,10 +29,10 @@ Pair = tuple[int, int]
 Cells = tuple[Pair, ...]
 
 
-def to_pair(value: Any) -> Pair:
-    """Return a setting for both axes: `(3,)` and `3` mean `(3, 3)`."""
+def to_axes(value: Any, count: int) -> tuple[int, ...]:
+    """Return a setting for each of `count` axes: of two, `(3,)` and `3` mean `(3, 3)`."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    return (values[0], values[-1])
+    return values if len(values) == count else values * count
 
 
 def fold_padding(
@@ -57,19 +57,17 @@ def conv2d(b: Builder, node: Node) -> None:
     """Convolve with any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
     a = node.arguments
     kernel = get_spec(b, a["weight"].name).shape[2:]
-    stride, dilation = to_pair(a["stride"]), to_pair(a["dilation"])
-    if a["padding"] == "valid":
-        padding = (0, 0)
-    elif a["padding"] == "same":
-        padding = (dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2)
+    stride, dilation = (to_axes(a[name], len(kernel)) for name in ("stride", "dilation"))
+    if a["padding"] == "same":
+        padding = tuple(step * (taps - 1) // 2 for step, taps in zip(dilation, kernel, strict=True))
     else:
-        padding = to_pair(a["padding"])
+        padding = to_axes(0 if a["padding"] == "valid" else a["padding"], len(kernel))
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = node.spec.shape[-2:]
+    out_px = b.get_image_px(node.spec)
     window = b.read_window(a["input"], out_px, *rules)
     x, native = fold_padding(b, window, rules, out_px)
     settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
-    b.add_local_op(node.name, "aten.conv2d.default", x, *settings, like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "aten.conv2d.default", x, *settings, like=node.spec, axes=b.image_axes)
 
 
 @register_rule("aten.conv_transpose2d.input", images=("input",))
@@ -77,15 +75,15 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     """Convolve transposed: each output tile reads the inputs that write to it, and the surplus outputs are cropped."""
     a = node.arguments
     kernel = get_spec(b, a["weight"].name).shape[2:]
-    stride, padding, dilation = to_pair(a["stride"]), to_pair(a["padding"]), to_pair(a["dilation"])
-    axes, out_px = list(zip(kernel, stride, padding, dilation, strict=True)), node.spec.shape[-2:]
+    stride, padding, dilation = (to_axes(a[name], len(kernel)) for name in ("stride", "padding", "dilation"))
+    axes, out_px = list(zip(kernel, stride, padding, dilation, strict=True)), b.get_image_px(node.spec)
     window = b.read_window(a["input"], out_px, *(TransposedWindow(*axis) for axis in axes))
     # The inputs write those outputs that they would read in a convolution. The difference from the tile's outputs is
     # cropped on each side (negative) or, where no input writes, padded (positive).
     written = compute_window(window.held, [SlidingWindow(*axis) for axis in axes])
     margins = Window(window.name, written, b.get_output_tiles(out_px)[b.rank], 0.0).margins
     settings = a["weight"], a["bias"], stride, dilation, a["groups"], margins
-    b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=b.image_axes)
 
 
 def to_whole_index(index: Tensor, width: int, corner: Pair, width_px: int) -> Tensor:
@@ -93,11 +91,11 @@ def to_whole_index(index: Tensor, width: int, corner: Pair, width_px: int) -> Te
     return (index // width + corner[0]) * width_px + index % width + corner[1]
 
 
-def _make_pool_windows(node: Node) -> list[SlidingWindow]:
-    """Return the windows of a max pool along rows and along columns."""
+def _make_pool_windows(node: Node, count: int) -> list[SlidingWindow]:
+    """Return the windows of a max pool along each of `count` axes."""
     a = node.arguments
     settings = a["kernel_size"], a["stride"] or a["kernel_size"], a["padding"], a["dilation"]
-    return [SlidingWindow(*axis) for axis in zip(*map(to_pair, settings), strict=True)]
+    return [SlidingWindow(*axis) for axis in zip(*(to_axes(setting, count) for setting in settings), strict=True)]
 
 
 def _read_pool_window(b: Builder, node: Node, rules: Sequence[SlidingWindow], out_px: tuple[int, ...]) -> Window:
@@ -111,29 +109,29 @@ def _read_pool_window(b: Builder, node: Node, rules: Sequence[SlidingWindow], ou
 @register_rule("aten.max_pool2d.default", images=("self",))
 def max_pool2d(b: Builder, node: Node) -> None:
     """Pool by maximum."""
-    rules = _make_pool_windows(node)
-    window = _read_pool_window(b, node, rules, node.spec.shape[-2:])
-    x, padding = fold_padding(b, window, rules, node.spec.shape[-2:])
-    apply_locally(b, node, (-2, -1), self=x, padding=padding, ceil_mode=False)
+    rules = _make_pool_windows(node, len(b.image_axes))
+    window = _read_pool_window(b, node, rules, b.get_image_px(node.spec))
+    x, padding = fold_padding(b, window, rules, b.get_image_px(node.spec))
+    apply_locally(b, node, b.image_axes, self=x, padding=padding, ceil_mode=False)
 
 
 @register_rule("aten.max_pool2d_with_indices.default", images=("self",))
 def max_pool2d_with_indices(b: Builder, node: Node) -> None:
     """Pool by maximum; the indices number the pixels of the whole image in row-major order."""
-    source, rules = node.arguments["self"], _make_pool_windows(node)
+    source, rules = node.arguments["self"], _make_pool_windows(node, len(b.image_axes))
     value = b.get_value(source)
     # The node has two outputs and therefore no spec: ATen itself tells the shape.
     image = torch.empty(value.spec.shape, dtype=getattr(torch, value.spec.dtype), device="meta")
     positional, keywords = split_arguments(node, {"self": image})
     like = TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), value.spec.dtype)
-    out_px = like.shape[-2:]
+    out_px = b.get_image_px(like)
     window = _read_pool_window(b, node, rules, out_px)
     x, padding = fold_padding(b, window, rules, out_px)
     # The kernel numbers the pixels of what it is given: with its fill, or, if it pads by itself, without.
     seen = window.wanted if padding == (0, 0) else window.held
     settings = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
     settings += [padding, (seen.rows.start, seen.cols.start), value.size_px[1]]
-    b.add_local_op(node.name, "tile.max_pool_with_places", x, *settings, like=like, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.max_pool_with_places", x, *settings, like=like, axes=b.image_axes)
 
 
 @register_kernel("tile.max_pool_with_places")
@@ -149,11 +147,12 @@ def pool_tile(
 def avg_pool2d(b: Builder, node: Node) -> None:
     """Divide the sum over each window by the pixels that count: those of the image, or of the padded image."""
     a = node.arguments
-    value, kernel = b.get_value(a["self"]), to_pair(a["kernel_size"])
-    stride, padding = to_pair(a["stride"] or kernel), to_pair(a["padding"])
+    value, count = b.get_value(a["self"]), len(b.image_axes)
+    kernel = to_axes(a["kernel_size"], count)
+    stride, padding = to_axes(a["stride"] or kernel, count), to_axes(a["padding"], count)
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, strict=True)]
-    border = padding if a["count_include_pad"] else (0, 0)
-    out_px = node.spec.shape[-2:]
+    border = padding if a["count_include_pad"] else (0,) * count
+    out_px = b.get_image_px(node.spec)
     if not b.can_tile(out_px):
         reads = [[rule(Span(i, i + 1)) for i in range(count)] for rule, count in zip(rules, out_px, strict=True)]
         _average_few(b, node, reads, border)
@@ -167,15 +166,15 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     )
     # The plain kernel divides by one number, whatever lies outside the image.
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
-        apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
+        apply_locally(b, node, b.image_axes, self=x, padding=native, ceil_mode=False)
         return
     part, wide = replace(node, name=f"{node.name}.sums", spec=node.spec.sums), value.spec.sums
     if wide != value.spec:  # half precision is rounded once, after the division
         cast = f"{node.name}.wide", "aten.to.dtype", x, getattr(torch, wide.dtype)
-        x = b.add_local_op(*cast, like=wide, axes=(-2, -1))
-    sums = apply_locally(b, part, (-2, -1), self=x, padding=native, ceil_mode=False, divisor_override=1)
+        x = b.add_local_op(*cast, like=wide, axes=b.image_axes)
+    sums = apply_locally(b, part, b.image_axes, self=x, padding=native, ceil_mode=False, divisor_override=1)
     divisors = rows, cols, None, getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.spec, axes=b.image_axes)
 
 
 def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
@@ -217,15 +216,15 @@ def divide_sums(
 @register_rule("aten.adaptive_avg_pool2d.default", images=("self",))
 def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
     """Average each cell: output i reads pixels i*n//k to -(-(i+1)*n//k). A single cell is a mean over space."""
-    if node.spec.shape[-2:] == (1, 1):
+    if b.get_image_px(node.spec) == (1, 1):
         reduce_mean(b, node, node.arguments["self"], [-2, -1], keepdim=True)
         return
-    if not b.can_tile(node.spec.shape[-2:]):
-        sizes = zip(b.get_value(node.arguments["self"]).size_px, node.spec.shape[-2:], strict=True)
+    if not b.can_tile(b.get_image_px(node.spec)):
+        sizes = zip(b.get_value(node.arguments["self"]).size_px, b.get_image_px(node.spec), strict=True)
         _average_few(b, node, [[Span(*cell) for cell in _split_cells(size, count)] for size, count in sizes])
         return
-    x, _, rows, cols = fetch_cells(b, node.arguments["self"], node.spec.shape[-2:])
-    b.add_local_op(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+    x, _, rows, cols = fetch_cells(b, node.arguments["self"], b.get_image_px(node.spec))
+    b.add_local_op(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=b.image_axes)
 
 
 def fetch_cells(b: Builder, ref: Ref, out_px: Pair) -> tuple[Ref, Tile, Cells, Cells]:
@@ -301,7 +300,7 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
         return
     x, wanted, rows, cols = fetch_cells(b, source, out_px)
     corner = (wanted.rows.start, wanted.cols.start)
-    b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=b.image_axes)
 
 
 _ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "bmm", "tril", "triu")
@@ -331,12 +330,12 @@ def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], widt
 @register_rule("aten.max_unpool2d.default", images=("self", "indices"))
 def max_unpool2d(b: Builder, node: Node) -> None:
     """Unpool: the output that read a pixel writes it, if the places are those of a pool with disjoint windows."""
-    a, out_px = node.arguments, node.spec.shape[-2:]
+    a, out_px = node.arguments, b.get_image_px(node.spec)
     pool = _find_pool(b, a["indices"])
-    rules = _make_pool_windows(pool) if pool else ()
+    rules = _make_pool_windows(pool, len(b.image_axes)) if pool else ()
     overlap = any(rule.stride < rule.dilation * (rule.kernel - 1) + 1 for rule in rules)
     if not rules or overlap or b.get_value(pool.arguments["self"]).size_px != out_px:
-        raise make_gather_error(node, "writes to places that are not known before", (-2, -1))
+        raise make_gather_error(node, "writes to places that are not known before", b.image_axes)
     # A pooled pixel is written back into the window that it was pooled from. A tile is written by the pooled pixels
     # whose windows meet it: those that a transposed convolution would read.
     back = [TransposedWindow(rule.kernel, rule.stride, rule.padding, rule.dilation) for rule in rules]
@@ -344,7 +343,7 @@ def max_unpool2d(b: Builder, node: Node) -> None:
     places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))
     out = b.get_output_tiles(out_px)[b.rank]
     tile = (out.rows.start, out.rows.stop, out.cols.start, out.cols.stop)
-    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=b.image_axes)
 
 
 def _find_pool(b: Builder, places: Ref) -> Node | None:

@@ -174,7 +174,7 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
         raise make_shared_images_error(node, "takes the scores of all images for those of the classes of one")
     if a["reduction"] == _NONE:
         whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
-        apply_locally(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else (), **whole)
+        apply_locally(b, node, b.image_axes if any(map(b.is_tiled, node.arguments.values())) else (), **whole)
         return
     kernel, settings = "tile.nll_sums", [a["weight"], a["ignore_index"]]
     if node.operator == "aten.cross_entropy_loss.default":

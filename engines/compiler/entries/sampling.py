@@ -108,21 +108,23 @@ def make_copy_taps(picked: Sequence[int]) -> Taps:
 def pixel_shuffle(b: Builder, node: Node) -> None:
     """Shuffle pixels: output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); the surplus is cropped."""
     factor = node.arguments["upscale_factor"]
-    out_px = node.spec.shape[-2:]
+    out_px = b.get_image_px(node.spec)
     rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
     window = b.read_window(node.arguments["self"], out_px, *rules)
     shuffled = compute_window(window.held, [SlidingWindow(factor, factor)] * 2)
     margins = Window(f"{node.name}.wide", shuffled, b.get_output_tiles(out_px)[b.rank], 0.0).margins
-    wide = b.add_local_op(f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=(-2, -1))
-    b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=(-2, -1))
+    wide = b.add_local_op(
+        f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=b.image_axes
+    )
+    b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=b.image_axes)
 
 
 @register_rule("aten.pixel_unshuffle.default", images=("self",))
 def pixel_unshuffle(b: Builder, node: Node) -> None:
     """Unshuffle pixels: output i reads r pixels from i * r."""
     factor = node.arguments["downscale_factor"]
-    out_px, rule = node.spec.shape[-2:], SlidingWindow(factor, factor)
-    apply_locally(b, node, (-2, -1), self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))
+    out_px, rule = b.get_image_px(node.spec), SlidingWindow(factor, factor)
+    apply_locally(b, node, b.image_axes, self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))
 
 
 @register_rule("aten.grid_sampler.default")
@@ -131,14 +133,14 @@ def grid_sampler(b: Builder, node: Node) -> None:
     a, grid = node.arguments, node.arguments["grid"]
     if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
         raise make_gather_error(
-            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
+            node, "reads places whose rows and columns are not the two axes before the last", b.image_axes
         )
-    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
+    spans = [place[1:] for place in get_local_ranges(b, node.spec, b.image_axes)[-2:]]
     if b.is_tiled(grid):
         places = b.align_to_output(grid)
     else:
         places = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
-    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=places)
+    apply_locally(b, node, b.image_axes, input=all_gather_pixels(b, node, a["input"]), grid=places)
 
 
 # Other shapes for the same values: rows and columns stay whole axes, the others are split, merged or repeated.
@@ -194,7 +196,7 @@ def repeat(b: Builder, node: Node) -> None:
     """Repeat channels and batch; or rows and columns."""
     times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
     if not set(times[-2:]) - {1}:
-        apply_locally(b, node, (-2, -1))
+        apply_locally(b, node, b.image_axes)
     elif set(times[:-2]) - {1} or len(times) > len(b.get_value(source).spec.shape):
         raise make_gather_error(node, f"repeats pixels, and repeats or adds other axes ({tuple(times)})")
     else:
@@ -219,11 +221,11 @@ def pad(b: Builder, node: Node) -> None:
     if a.get("mode", "constant") != "constant":
         pad_with_copies(b, node)
         return
-    out_px = node.spec.shape[-2:]
+    out_px = b.get_image_px(node.spec)
     fill = float(a.get("value") or 0.0)
     x = b.pad_window(b.read_window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill=fill))
     channels = [0, 0, 0, 0, *before[4:]]
-    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=b.image_axes)
 
 
 @register_rule("aten.slice.Tensor")
