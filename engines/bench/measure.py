@@ -189,7 +189,7 @@ def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object
 def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
     cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
     # Copies of this rank's parts: views would keep the whole batches alive, and count them as the rank's memory.
-    inputs = {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
+    inputs = {micro_batch: {name: part.clone() for name, part in parts.items()} for micro_batch, parts in cut.items()}
     del cut
 
     def begin() -> Callable[[], object]:

@@ -178,8 +178,10 @@ class Compiler:
                 lower(builder, node)
             forward = {last: tuple(builder.finish(sources))}
             ways[direction] = DirectionProgram(forward, {}, None, None, role.tile == 0, sources)
-        numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
-        steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
+        numbers = {micro_batch: way for micro_batch, way in sorted(program.directions.items()) if way in ways}
+        steps = [
+            Step(item, Phase.FORWARD, micro_batch) for micro_batch, way in numbers.items() for item in ways[way].forward
+        ]
         buffers = sorted(graph.whole.reads - graph.inputs.keys())
         count_program = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
         count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64

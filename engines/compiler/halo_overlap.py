@@ -100,8 +100,8 @@ def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
     #   |        below         |
     #   +----------------------+
     borders = (
-        Tile(*inner[:number], span, *out[number + 1 :])
-        for number, (inside, whole) in enumerate(zip(inner, out, strict=True))
+        Tile(*inner[:index], span, *out[index + 1 :])
+        for index, (inside, whole) in enumerate(zip(inner, out, strict=True))
         for span in (Span(whole.start, inside.start), Span(inside.stop, whole.stop))
     )
     return tuple(filter(None, borders))

@@ -170,14 +170,14 @@ class LabelCounter:
         Collective over the ranks of the last stage.
         """
         worker, group = self.worker, instruction.group
-        worker.run({number: {"labels": labels[number]} for number in worker.program.directions})
+        worker.run({micro_batch: {"labels": labels[micro_batch]} for micro_batch in worker.program.directions})
         parts = []
         for total in self.totals:
             # Only the rank that seeds the loss of a micro-batch contributes, so that the sum counts each one once.
             counts = [
-                worker.peek(total.source, number).detach().double().cpu().flatten()
-                for number in worker.program.directions
-                if worker.program.get_direction_program(number).seeds_loss
+                worker.peek(total.source, micro_batch).detach().double().cpu().flatten()
+                for micro_batch in worker.program.directions
+                if worker.program.get_direction_program(micro_batch).seeds_loss
             ]
             parts.append(torch.stack(counts).sum(0) if counts else torch.zeros(total.spec.numel, dtype=torch.float64))
         sums = torch.cat(parts)  # all totals in one vector, so that a step needs a single all-reduce

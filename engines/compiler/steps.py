@@ -108,10 +108,10 @@ def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[byte
     """Return a description of each step of a program: the rank's role, the instruction, and its peers."""
     role, count = Layout.of(plan).describe_rank(program.rank), len(program.steps)
     descriptions = []
-    for number, (place, effects) in enumerate(zip(label_steps(graph, program), program.effects, strict=True), 1):
-        others = ", ".join(map(str, sorted(_find_sync(place.step, effects, frozenset())[2] - {program.rank})))
+    for number, (label, effects) in enumerate(zip(label_steps(graph, program), program.effects, strict=True), 1):
+        others = ", ".join(map(str, sorted(_find_sync(label.step, effects, frozenset())[2] - {program.rank})))
         together = f", with {others}" if others else ""
-        descriptions.append(f"{role}: {place.text}{together} (instruction {number} of {count})".encode())
+        descriptions.append(f"{role}: {label.text}{together} (instruction {number} of {count})".encode())
     return descriptions
 
 

@@ -305,7 +305,7 @@ def group_cheapest(
 
     Dynamic programming over the start of the last group.
     """
-    layer_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
+    layer_of = {node: index for index, nodes in enumerate(layers) for node in nodes}
     reads_of: list[list[WindowRead]] = [[] for _ in layers]
     for read in reads:
         reads_of[layer_of[read.node]].append(read)

@@ -300,9 +300,9 @@ def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
     """Return the argument that an in-place operator writes to, or None."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    for place, schema in enumerate(node.target._schema.arguments):
+    for index, schema in enumerate(node.target._schema.arguments):
         if schema.alias_info and schema.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(schema.name)
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(schema.name)
             if isinstance(given, fx.Node):
                 return given
     return None

@@ -58,17 +58,17 @@ def refuse_stored_tensors(stored: Collection[str], modules: Mapping[str, Collect
         for name in stored
         for module in modules.get(name.rpartition(".")[0], ())
     ]
-    before = [(place, key, key in place, place.get(key)) for place, key, _ in places]
-    for place, key, name in places:
-        place[key] = _RefusedTensor(name)
+    before = [(owner, key, key in owner, owner.get(key)) for owner, key, _ in places]
+    for owner, key, name in places:
+        owner[key] = _RefusedTensor(name)
     try:
         yield
     finally:
-        for place, key, held, value in before:
+        for owner, key, held, value in before:
             if held:
-                place[key] = value
+                owner[key] = value
             else:
-                place.pop(key, None)
+                owner.pop(key, None)
 
 
 def find_readable_modules(model: nn.Module, loss: object, loss_copy: object) -> dict[str, list[nn.Module]]:

@@ -307,10 +307,8 @@ def _open_tiff(path: Path) -> RawImage:
         for page in layout.base:
             _check_page(path, page)
         first = layout.base[0]
-        files = {place: Descriptor(place) for place in set(layout.paths)}
-        pages = [
-            TiffPageReader(place, page, files[place]) for place, page in zip(layout.paths, layout.base, strict=True)
-        ]
+        files = {path: Descriptor(path) for path in set(layout.paths)}
+        pages = [TiffPageReader(path, page, files[path]) for path, page in zip(layout.paths, layout.base, strict=True)]
         alpha = find_alpha_channel(first)
         is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(read_palette(first).T.astype(np.int64))
         is_lossy = first.compression in (JPEG, *JPEG_2000)
@@ -319,8 +317,8 @@ def _open_tiff(path: Path) -> RawImage:
     def read(tile: Tile, pages: Sequence[TiffPageReader] = pages) -> Numbers:
         with translate_errors(path):
             numbers = np.empty((*tile.shape, sum(page.channels for page in pages)), pages[0].dtype)
-            for number, page in enumerate(pages):
-                page.fill(numbers[..., number : number + page.channels], tile.rows.start, tile.cols.start)
+            for index, page in enumerate(pages):
+                page.fill(numbers[..., index : index + page.channels], tile.rows.start, tile.cols.start)
             return numbers
 
     read_validity = None if validity is None else partial(read, pages=[validity])

@@ -82,8 +82,8 @@ def _find_picture(path: Path, file: TiffFile, opened: ExitStack) -> TiffLayout:
         files = OmeFiles(path, file, opened)
         scan_pages, microns = files.find_pages()
         paths, base = zip(*scan_pages, strict=True)
-        number = next((number for number, page in enumerate(files.pages.get(path, ())) if page is base[0]), None)
-        return TiffLayout(base, paths, number, (), True, microns)
+        index = next((index for index, page in enumerate(files.pages.get(path, ())) if page is base[0]), None)
+        return TiffLayout(base, paths, index, (), True, microns)
     pages = list_pages(path, file)
     # The pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page. (Camera
     # files store the preview as the page and the picture as its SubIFD.)
@@ -93,7 +93,7 @@ def _find_picture(path: Path, file: TiffFile, opened: ExitStack) -> TiffLayout:
     full = next((group for group in (*groups, copies[:1]) if group), pages[:1])
     others = tuple(page for page in pages if page is not full[0] and not page.is_mask)
     _check_single(path, file, full, others)
-    number = next((number for number, page in enumerate(pages) if page is full[0]), None)
+    index = next((index for index, page in enumerate(pages) if page is full[0]), None)
     # A resolution is also what programs write for a screen or printer, so that a coarse one means nothing.
     tags, microns = full[0].tags, None
     unit, (pixels, units) = tags.valueof(296, 2), tags.valueof(282, (0, 1))
@@ -101,7 +101,7 @@ def _find_picture(path: Path, file: TiffFile, opened: ExitStack) -> TiffLayout:
         microns = _MICRONS[unit] * units / pixels
     sides = _get_sides(full[0])
     validity = (page for page in pages if page.is_mask and page is not full[0] and _get_sides(page) == sides)
-    return TiffLayout((full[0],), (path,), number, others, False, microns, next(validity, None))
+    return TiffLayout((full[0],), (path,), index, others, False, microns, next(validity, None))
 
 
 def check_picture(path: Path, layout: TiffLayout) -> None:

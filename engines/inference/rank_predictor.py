@@ -123,9 +123,9 @@ class RankPredictor(RankPrediction):
         with torch.no_grad():
             self.worker.run(place_inputs(inputs, self.device))
         prediction = {
-            number: self.worker.micro_batch_states[number].values[way.prediction].cpu().contiguous()
-            for number in self.program.directions
-            if (way := self.program.get_direction_program(number)).prediction_shard is not None
+            micro_batch: self.worker.micro_batch_states[micro_batch].values[way.prediction].cpu().contiguous()
+            for micro_batch in self.program.directions
+            if (way := self.program.get_direction_program(micro_batch)).prediction_shard is not None
         }
         self.worker.restart({})  # frees the activations, which only a backward pass would need
         return prediction
@@ -163,9 +163,9 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
     shape = (count * spec.shape[0], *spec.shape[1:])
     whole = torch.empty(shape, dtype=next(tensor.dtype for prediction in parts for tensor in prediction.values()))
     for program, prediction in zip(programs, parts, strict=True):
-        for number, tensor in prediction.items():
+        for micro_batch, tensor in prediction.items():
             # The part of the micro-batch's prediction that the rank holds, as a view into the whole.
-            view, shard = whole.chunk(count)[number], program.get_direction_program(number).prediction_shard
+            view, shard = whole.chunk(count)[micro_batch], program.get_direction_program(micro_batch).prediction_shard
             (shard.cut(view) if shard else view).copy_(tensor)
     return whole
 

@@ -65,10 +65,10 @@ class LinkQueues:
         return [(node, way) for node in nodes for way in ("out", "in")]
 
     def _reserve(self, places: Sequence[tuple[int, str]], seconds: float, now: float) -> float:
-        starts_s = [max(now, self.free_s[place]) for place in places]
-        for place, start_s in zip(places, starts_s, strict=True):
-            self.free_s[place] = start_s + seconds
-            self.used_s[place] += seconds
+        starts_s = [max(now, self.free_s[link]) for link in places]
+        for link, start_s in zip(places, starts_s, strict=True):
+            self.free_s[link] = start_s + seconds
+            self.used_s[link] += seconds
         return max(starts_s)
 
     def schedule_background(
@@ -81,11 +81,11 @@ class LinkQueues:
         self.sums_free_s.update(dict.fromkeys(keys, end_s))
         # `free_s` stays as it is: a background all-reduce never delays foreground traffic, and `update_delay` adds the
         # delay that it suffers itself.
-        return BackgroundAllReduce(end_s, {place: self.used_s[place] for place in places})
+        return BackgroundAllReduce(end_s, {link: self.used_s[link] for link in places})
 
     def update_delay(self, passing: BackgroundAllReduce) -> float:
         """Return the seconds by which it was delayed since the last call."""
-        held_s = max((self.used_s[place] - seen for place, seen in passing.seen_s.items()), default=0.0)
+        held_s = max((self.used_s[link] - seen for link, seen in passing.seen_s.items()), default=0.0)
         # Only foreground traffic counts in `used_s`; the link with the most of it determines the delay.
         more, passing.given_s = held_s - passing.given_s, held_s
         return more

@@ -138,8 +138,8 @@ def simulate_memory(
     trained = sum(tally.weights[name] for name in tally.trained)
     owned = sum(tally.weights.values()) + sum(tally.buffers.values())
     ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
-    for number, direction in program.directions.items():
-        ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
+    for micro_batch, direction in program.directions.items():
+        ledger.hold(("inputs", micro_batch), {"inputs": sum(tally.ways[direction].inputs.values())})
     background = {
         reduction.name: reduction
         for effects in program.effects
@@ -154,9 +154,9 @@ def simulate_memory(
 
     trained_now: set[str] = set()  # the weights that have gradients
     walkers = {}
-    for number, direction in program.directions.items():
-        way = program.get_direction_program(number)
-        walkers[number] = _MicroBatchMemory(number, way, tally.ways[direction], ledger, plan, trained_now)
+    for micro_batch, direction in program.directions.items():
+        way = program.get_direction_program(micro_batch)
+        walkers[micro_batch] = _MicroBatchMemory(micro_batch, way, tally.ways[direction], ledger, plan, trained_now)
     after = []
     leaving: list[Hashable] = []
     for index, (step, effects) in enumerate(zip(program.steps, program.effects, strict=True)):

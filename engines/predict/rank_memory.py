@@ -130,15 +130,15 @@ class PlanMemory:
         # The peak is known already. The same simulation again, with a tracker that looks at the blocks at that moment.
         ledger = _PeakTracker(memory.peak_bytes)
         simulate_memory(program, counted, self.plan, self.optimiser_states, ledger)
-        place = where[memory.peak_step]
+        label = where[memory.peak_step]
         owners = _LayerAssignment(self.graph, program, counted, self.optimiser_states, where)
         layers: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
         rest: Counter[str] = Counter()
         blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
-        for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
+        for layer, kinds in [*blocks, (label.layer or None, ledger.passing)]:
             (rest if layer is None else layers.setdefault(layer, Counter())).update(kinds)
         filled = {layer: dict(+kinds) for layer, kinds in layers.items() if +kinds}
-        return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
+        return PeakMemory(program.rank, memory.peak_step, len(program.steps), label, filled, dict(+rest))
 
 
 def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:

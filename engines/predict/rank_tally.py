@@ -272,7 +272,7 @@ def build_tallies(programs: Iterable[Program], graph: ModelGraph) -> Iterator[Ra
     # Of 64 tiles, those inside the image have windows of one size, and differ in the ranks with which they exchange.
     counted: list[tuple[object, RankTally]] = []
     for program in programs:
-        directions = {number: _describe_direction(way) for number, way in program.direction_programs.items()}
+        directions = {direction: _describe_direction(way) for direction, way in program.direction_programs.items()}
         description = program.weights, program.buffers, directions
         tally = next((known for other, known in counted if other == description), None)
         if tally is None:

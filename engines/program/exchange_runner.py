@@ -96,14 +96,14 @@ class ExchangeRunner:
         self._outside = [find_outside(exchange, tile) for tile in self._tiles]
         owned, moves = exchange.own, exchange.receives
         self._kept = [
-            (number, make_index(exchange, owned & tile, owned), make_index(exchange, owned & tile, tile))
-            for number, tile in enumerate(self._tiles)
+            (part, make_index(exchange, owned & tile, owned), make_index(exchange, owned & tile, tile))
+            for part, tile in enumerate(self._tiles)
             if owned and owned & tile
         ]
         self._arrivals = [
-            (message, number, make_index(exchange, here, move.tile), make_index(exchange, here, tile))
+            (message, part, make_index(exchange, here, move.tile), make_index(exchange, here, tile))
             for message, move in enumerate(moves)
-            for number, tile in enumerate(self._tiles)
+            for part, tile in enumerate(self._tiles)
             if (here := move.tile & tile)
         ]
         self._keeps_all, self._sends_all_once = exchange.keeps_all, exchange.sends_all_once
@@ -137,13 +137,13 @@ class ExchangeRunner:
             # have moved it.
             held = None if source is None else (source.data_ptr(), source.stride())
             in_place = window is not None and held == self._next_source
-            parts = [window] if in_place else [self._make_part(number) for number in range(len(self._tiles))]
+            parts = [window] if in_place else [self._make_part(part) for part in range(len(self._tiles))]
             messages = self._get_message_set(source, parts)
             packed = self._fill(messages.sent, [source[message.index] for message in messages.sent])
             pending = self.send_queue.start_after(packed, messages.start_forward)
             # Copy the rank's own pixels while the messages are in transit.
-            for number, here, there in () if in_place else self._kept:
-                parts[number][there].copy_(source[here])
+            for part, here, there in () if in_place else self._kept:
+                parts[part][there].copy_(source[here])
         return StartedExchange(pending, messages.received, parts), self._forward_bytes
 
     def wait_forward(self, started: StartedExchange) -> Sequence[Tensor]:
@@ -151,8 +151,8 @@ class ExchangeRunner:
         self._finish(started)
         arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
         if self.exchange.strips:
-            for message, number, here, there in self._arrivals:
-                started.parts[number][there].copy_(arrived[message][here])
+            for message, part, here, there in self._arrivals:
+                started.parts[part][there].copy_(arrived[message][here])
         else:
             for message, pixels in zip(started.expected, arrived, strict=True):
                 started.parts[0][message.index].copy_(pixels)
@@ -178,9 +178,9 @@ class ExchangeRunner:
             # A pixel may be in several strips, so the gradients are summed per message first: on the device, where the
             # gradients are, then copied into the message once.
             contents = [torch.zeros_like(message.pixels, device=self.device) for message in messages.received]
-            for message, number, here, there in self._arrivals:
-                if grads[number] is not None:
-                    contents[message][here].add_(grads[number][there])
+            for message, part, here, there in self._arrivals:
+                if grads[part] is not None:
+                    contents[message][here].add_(grads[part][there])
         pending = self.send_queue.start_after(self._fill(messages.received, contents), messages.start_backward)
         return StartedExchange(pending, messages.sent, grads, adds=not first), self._backward_bytes
 
@@ -198,9 +198,9 @@ class ExchangeRunner:
                 source.grad = grad if alone else torch.empty_like(source).copy_(grad)
             else:
                 source.grad = torch.zeros_like(source) if source.grad is None else source.grad
-                for number, here, there in self._kept:
-                    if grads[number] is not None:
-                        source.grad[here].add_(grads[number][there])
+                for part, here, there in self._kept:
+                    if grads[part] is not None:
+                        source.grad[here].add_(grads[part][there])
         self._finish(started)
         if source is None:
             return

@@ -68,10 +68,10 @@ class OffloadStore:
     def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a host storage with the same content, backed by the file. Raises RankError if the disk is full."""
         size = storage.nbytes()
-        place = self._free[size].pop() if self._free[size] else self._allocate(size)
-        there = np.frombuffer(place.chunk, np.uint8, size, place.start)
+        block = self._free[size].pop() if self._free[size] else self._allocate(size)
+        there = np.frombuffer(block.chunk, np.uint8, size, block.start)
         # The region is free again once the last tensor on it is gone: torch keeps the array `there` alive until then.
-        weakref.finalize(there, self._free[size].append, place).atexit = False
+        weakref.finalize(there, self._free[size].append, block).atexit = False
         copy = torch.frombuffer(there, dtype=torch.uint8)
         copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # multi-threaded
         self._used[copy.data_ptr()] = there

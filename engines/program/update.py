@@ -236,8 +236,8 @@ class BatchStats:
             like = next(iter(self._get_own(name).values()))
             row = like.new_zeros((self.micro_batches, like.numel()))
             # Every row is non-zero on exactly one contributor, so the sum is a gather that keeps the bits of each row.
-            for number in share.own_micro_batches:
-                row[number] = self._get_own(name)[number].flatten()
+            for micro_batch in share.own_micro_batches:
+                row[micro_batch] = self._get_own(name)[micro_batch].flatten()
             rows.append(row)
         total = torch.cat(rows, dim=1)
         sent = all_reduce(world, total, share.group).wait()
@@ -247,7 +247,11 @@ class BatchStats:
 
     def _get_own(self, name: str) -> dict[int, Tensor]:
         """Return the moments that this rank counted, by micro-batch."""
-        return {number: state.leaves[name].detach() for number, state in self.states.items() if name in state.leaves}
+        return {
+            micro_batch: state.leaves[name].detach()
+            for micro_batch, state in self.states.items()
+            if name in state.leaves
+        }
 
     def __call__(self, name: str) -> list[Tensor]:
         """Return the moments of one batch norm, for each micro-batch of the step."""

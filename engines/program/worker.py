@@ -137,14 +137,14 @@ class Worker:
         self._updates: list[PendingUpdate] = []  # of all ranks of one thread
         count = self.program.micro_batches
         self.micro_batch_states = {
-            number: self._make_micro_batch(
+            micro_batch: self._make_micro_batch(
                 self.runtime,
-                self.program.get_direction_program(number),
-                inputs.get(number, {}),
-                seed=compute_step_seed(self.seed, self.steps * count + number),
+                self.program.get_direction_program(micro_batch),
+                inputs.get(micro_batch, {}),
+                seed=compute_step_seed(self.seed, self.steps * count + micro_batch),
                 loss_gradient=self.optimiser_step.scale / count,
             )
-            for number in sorted(self.program.directions)
+            for micro_batch in sorted(self.program.directions)
         }
         self._batch_stats = BatchStats(self.micro_batch_states, count)
 
@@ -163,7 +163,11 @@ class Worker:
     @property
     def losses(self) -> dict[int, float]:
         """The losses computed on this rank, by micro-batch."""
-        return {number: loss for number, state in self.micro_batch_states.items() if (loss := state.loss) is not None}
+        return {
+            micro_batch: loss
+            for micro_batch, state in self.micro_batch_states.items()
+            if (loss := state.loss) is not None
+        }
 
     @property
     def loss(self) -> float | None:
@@ -232,9 +236,9 @@ class Worker:
         return self.micro_batch_states[micro_batch]
 
     def _count(self, counting: CountLabels, phase: Phase) -> int:
-        states = {number: self.micro_batch_states[number] for number in counting.program.directions}
+        states = {micro_batch: self.micro_batch_states[micro_batch] for micro_batch in counting.program.directions}
         return self._count_labels(
-            counting, {number: state.fetch(state.values["labels"]) for number, state in states.items()}
+            counting, {micro_batch: state.fetch(state.values["labels"]) for micro_batch, state in states.items()}
         )
 
     def _sum_gradients(self, bucket: SumGradients, phase: Phase) -> int:

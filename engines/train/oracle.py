@@ -300,10 +300,10 @@ def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> lis
     """Pair the ranks' losses with the reference's: by micro-batch, or by step if the loss is of the whole batch."""
     if not oracle.whole:
         return [
-            (loss, theirs[number])
+            (loss, theirs[micro_batch])
             for rank in ranks
             for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
-            for number, loss in mine.items()
+            for micro_batch, loss in mine.items()
         ]
     steps = (
         [loss for _, loss in sorted({n: loss for rank in ranks for n, loss in rank.losses[step].items()}.items())]

@@ -186,14 +186,14 @@ def collect_stats(
     """Return this rank's report and statistics of a completed step."""
     counts = Counts()
     meaning = find_output_meaning(training.graph)
-    for number, part in parts.items():
+    for micro_batch, part in parts.items():
         if "labels" not in part:
             continue
-        way = training.program.get_direction_program(number)
+        way = training.program.get_direction_program(micro_batch)
         axes = way.input_shards["labels"].axes
         # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
         if way.prediction is not None and (axes or way.seeds_loss):
-            scores = training.worker.peek(way.prediction, number).detach()
+            scores = training.worker.peek(way.prediction, micro_batch).detach()
             counts += count_predictions(scores, part["labels"].to(scores.device), meaning)
     return training.report, RankStepStats(images, seconds, training.report.losses, counts)
 
@@ -201,7 +201,7 @@ def collect_stats(
 def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
     """Merge the statistics of all ranks into the result of a step."""
     # Several ranks may report the loss of one micro-batch: by its number it counts once.
-    losses = {number: loss for stats in ranks for number, loss in stats.losses.items()}
+    losses = {micro_batch: loss for stats in ranks for micro_batch, loss in stats.losses.items()}
     seconds, wait_s = max(stats.seconds for stats in ranks), max(stats.wait_s for stats in ranks)
     first, counts = ranks[0], sum((stats.counts for stats in ranks), Counts())
     loss = statistics.fmean(losses.values())

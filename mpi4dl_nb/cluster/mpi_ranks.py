@@ -294,15 +294,15 @@ class MpiRanks:
 
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""
-        views = {number: self._client.direct_view(number) for number in self._client.ids}
+        views = {engine: self._client.direct_view(engine) for engine in self._client.ids}
         #     ipyparallel's ids    0  1  2      in the order in which the engines have registered
         #     MPI's ranks          2  0  1      as mpiexec has started them
         #     self._ids            1  2  0      id of each rank
         #
         # Start `join` on all engines before waiting for any of them: MPI's initialisation is collective.
-        joined = {number: view.apply_async(rank_server.join) for number, view in views.items()}
+        joined = {engine: view.apply_async(rank_server.join) for engine, view in views.items()}
         self._wait_for_ranks(lambda: len([f.result() for f in joined.values() if f.done()]), "have joined")
-        places = {number: future.result() for number, future in joined.items()}
+        places = {engine: future.result() for engine, future in joined.items()}
         if sizes := {size for _, size, _ in places.values()} - {self._n}:
             raise RankError(
                 f"mpiexec started {self._n} processes, but mpi4py sees {sizes.pop()}: they belong to "
@@ -310,9 +310,9 @@ class MpiRanks:
             )
         self._ids = sorted(places, key=places.__getitem__)
         self._began_as = list(range(self._n))  # ranks as MPI started, which supervisors keep using
-        self._views = [views[number] for number in self._ids]
+        self._views = [views[engine] for engine in self._ids]
         self._outputs = [RankOutput() for _ in self._ids]
-        self._processes.set_ranks([] if self._across else [places[number][2] for number in self._ids])
+        self._processes.set_ranks([] if self._across else [places[engine][2] for engine in self._ids])
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """Pickle values. Modules that the ranks would have in another version than the notebook are sent by value."""

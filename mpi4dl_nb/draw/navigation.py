@@ -116,7 +116,7 @@ def encode_pyramid(picture: Picture, most_bytes: int) -> dict[tuple[int, int, in
             pixels = encode_tile(picture, level, row, col)
             most_bytes -= len(pixels)
             if most_bytes < 0:  # what is here of this level would leave holes
-                return {place: tile for place, tile in tiles.items() if place[0] > level}
+                return {key: tile for key, tile in tiles.items() if key[0] > level}
             tiles[level, row, col] = pixels
     return tiles
 
@@ -266,9 +266,9 @@ def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
     }
     # The outer edges of the image are no seams. With a stride, windows may reach beyond a tile on one side only, so
     # that a tile can have neighbours from which it borrows nothing.
-    inner = {side: place for side, (has, place) in borders.items() if has}
-    reads = {side: place for side, place in inner.items() if widths[side]} or inner
-    return min(reads.values(), key=lambda place: abs(place[0] - at[0]) + abs(place[1] - at[1]), default=at)
+    inner = {side: pixel for side, (has, pixel) in borders.items() if has}
+    reads = {side: pixel for side, pixel in inner.items() if widths[side]} or inner
+    return min(reads.values(), key=lambda pixel: abs(pixel[0] - at[0]) + abs(pixel[1] - at[1]), default=at)
 
 
 def choose_seam(point: HaloPoint, rank: int) -> Pixel:

@@ -62,17 +62,17 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
     tiles = [stage.grid.cut(rows, cols) for stage in layout.stages]
     blocks = np.array(
         [
-            (copy, number, tile, rank, *span.sides)
+            (copy, index, tile, rank, *span.sides)
             for copy, pipe in enumerate(layout.pipes[:copies])
-            for number, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
+            for index, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
             for tile, rank in enumerate(stage.ranks)
             for span in [cut[0] if stage.shares > 1 else cut[tile]]
         ],
         dtype="<i4",
     )
     stages = tuple(
-        _describe_stage(number, stage, cut[0].shape)
-        for number, (stage, cut) in enumerate(zip(layout.stages, tiles, strict=True))
+        _describe_stage(index, stage, cut[0].shape)
+        for index, (stage, cut) in enumerate(zip(layout.stages, tiles, strict=True))
     )
     several = plan.data_parallel > 1
     names = tuple(

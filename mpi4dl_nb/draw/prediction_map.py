@@ -60,18 +60,18 @@ class PredictionLayer:
     @property
     def listed(self) -> list[int]:
         """The classes that occur, the most frequent ones first, as many as a legend has."""
-        order = sorted(range(len(self.names)), key=lambda number: -self.shares[number])
-        return [number for number in order[:LISTED] if self.shares[number]]
+        order = sorted(range(len(self.names)), key=lambda index: -self.shares[index])
+        return [index for index in order[:LISTED] if self.shares[index]]
 
-    def describe_class(self, number: int) -> str:
+    def describe_class(self, index: int) -> str:
         """Return a text such as `1 tumour 23%`; a class without a name has its number only."""
-        name = "" if self.names[number] == str(number) else f" {self.names[number]}"
-        return f"{number}{name} {format_percent(self.shares[number])}"
+        name = "" if self.names[index] == str(index) else f" {self.names[index]}"
+        return f"{index}{name} {format_percent(self.shares[index])}"
 
     def describe(self) -> dict[str, Any]:
         """Return what a page says of the map: its edges, and of each listed class a text and a colour."""
         colours = [f"#{bytes(colour).hex()}" for colour in self.colours]
-        classes = [{"text": self.describe_class(number), "colour": colours[number]} for number in self.listed]
+        classes = [{"text": self.describe_class(index), "colour": colours[index]} for index in self.listed]
         return {"edges": list(self.edges), "classes": classes}
 
     def encode(self) -> bytes:
@@ -228,10 +228,10 @@ def show_prediction(
     axes.imshow(tint, extent=(start, stop, last, first), interpolation="nearest")
     axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="column, px", ylabel="row, px")
     _number_classes(axes, layer)
-    words = [layer.describe_class(number) for number in layer.listed]
+    words = [layer.describe_class(index) for index in layer.listed]
     patches = [
-        Patch(facecolor=layer.colours[number] / 255, edgecolor=INK, label=text)
-        for number, text in zip(layer.listed, words, strict=True)
+        Patch(facecolor=layer.colours[index] / 255, edgecolor=INK, label=text)
+        for index, text in zip(layer.listed, words, strict=True)
     ]
     figure.legend(handles=patches, loc="outside lower left", ncols=min(4, len(patches)), frameon=False, fontsize=9)
     draw_scale_bar(axes, picture, picture.shape())
@@ -245,11 +245,11 @@ def _number_classes(axes: Axes, layer: PredictionLayer) -> None:
     height, width = layer.numbers.shape
     top, left, bottom, right = layer.edges
     cuts = [np.linspace(0, side, min(side, BLOCKS) + 1).astype(int) for side in (height, width)]
-    for number in layer.listed:
-        mask = layer.numbers == number
+    for index in layer.listed:
+        mask = layer.numbers == index
         rows = np.add.reduceat(mask, cuts[0][:-1], axis=0, dtype=np.int64)
         parts = np.add.reduceat(rows, cuts[1][:-1], axis=1) / np.outer(np.diff(cuts[0]), np.diff(cuts[1]))
         row, col = np.unravel_index(parts.argmax(), parts.shape)
         middle = [(cut[at] + cut[at + 1]) / 2 for cut, at in zip(cuts, (row, col), strict=True)]
         x, y = left + middle[1] / width * (right - left), top + middle[0] / height * (bottom - top)
-        draw_label(axes, x, y, str(number))
+        draw_label(axes, x, y, str(index))

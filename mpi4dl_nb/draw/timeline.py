@@ -133,18 +133,18 @@ def show_timeline(
     titles = {name: format_timeline_title(name, charts, plan) for name in charts}
     met = {
         style
-        for place, (name, chart) in zip(axes, charts.items(), strict=True)
-        for style in _draw_chart(place, chart, rows[name], titles[name])
+        for panel, (name, chart) in zip(axes, charts.items(), strict=True)
+        for style in _draw_chart(panel, chart, rows[name], titles[name])
     }
     # The hint is below the title of the upper chart only, and the label of the shared axis below the lower chart only.
     axes[0].set_title(f"{titles['measured']}\n{HINT}", loc="left", fontsize=10)
-    for place in axes[:-1]:
-        place.set_xlabel("")
+    for panel in axes[:-1]:
+        panel.set_xlabel("")
     axes[0].set_xlim(first, last)
     draw_legend(figure, [style for style in ORDER if style in met])
     figure.freeze_layout()  # the final width of a bar decides whether it is labelled
-    for place, chart in zip(axes, charts.values(), strict=True):
-        label_rows(place, chart)
+    for panel, chart in zip(axes, charts.values(), strict=True):
+        label_rows(panel, chart)
     descriptions = []
     for name, chart in charts.items():
         shares = _format_shares(chart)

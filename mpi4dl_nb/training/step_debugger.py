@@ -170,22 +170,22 @@ class StepDebugger(FactTable):
     ) -> StepCounts:
         """Return the counts of done instructions that `until` would advance to, and raise the errors that it would."""
         self._check_open()
-        labels = [place for steps in self.steps for place in steps]
-        _check_name("layer", layer, (name for place in labels for name in (place.layer, *place.modules) if name))
-        _check_name("kind", kind, (place.kind for place in labels))
-        _check_name("phase", phase, (place.phase_name for place in labels))
+        labels = [label for steps in self.steps for label in steps]
+        _check_name("layer", layer, (name for label in labels for name in (label.layer, *label.modules) if name))
+        _check_name("kind", kind, (label.kind for label in labels))
+        _check_name("phase", phase, (label.phase_name for label in labels))
 
-        def is_target(who: int, place: StepLabel) -> bool:
+        def is_target(who: int, label: StepLabel) -> bool:
             return (
                 rank in (None, who)
                 # "layer1" is met by the module layer1.0, but not by layer10
-                and (layer is None or any(f"{name}.".startswith(f"{layer}.") for name in (place.layer, *place.modules)))
-                and kind in (None, place.kind)
-                and phase in (None, place.phase_name)
-                and micro_batch in (None, place.step.micro_batch)
+                and (layer is None or any(f"{name}.".startswith(f"{layer}.") for name in (label.layer, *label.modules)))
+                and kind in (None, label.kind)
+                and phase in (None, label.phase_name)
+                and micro_batch in (None, label.step.micro_batch)
             )
 
-        if not any(is_target(who, place) for who, steps in enumerate(self.steps) for place in steps):
+        if not any(is_target(who, label) for who, steps in enumerate(self.steps) for label in steps):
             asked = {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
             given = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
             ranks, micro_batches = len(self.steps), self.training.plan.micro_batches
@@ -259,7 +259,7 @@ class StepDebugger(FactTable):
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, in order."""
-        names = (place.layer for steps in self.steps for place in steps if place.layer)
+        names = (label.layer for steps in self.steps for label in steps if label.layer)
         return tuple(dict.fromkeys(names))
 
     # ---- inspecting
