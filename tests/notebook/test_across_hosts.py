@@ -34,7 +34,7 @@ def hosts():
         yield hosts
 
 
-def net() -> nn.Module:
+def make_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
@@ -43,7 +43,7 @@ def net() -> nn.Module:
 
 
 @pytest.mark.nightly
-def test_an_unknown_host_key_is_told(hosts):
+def test_an_unknown_host_key_is_reported(hosts):
     known = hosts.home / "known_hosts"
     keys = known.read_text()
     try:
@@ -55,7 +55,7 @@ def test_an_unknown_host_key_is_told(hosts):
 
 
 @pytest.mark.nightly
-def test_a_host_without_our_key_is_told(hosts):
+def test_a_host_without_our_key_is_reported(hosts):
     key = hosts.home / "key.pub"
     shutil.move(key, key.with_suffix(".away"))
     try:
@@ -71,7 +71,7 @@ def test_a_training_runs_across_hosts_and_goes_on_without_the_one_that_is_cut_of
 
     with Cluster(N, hosts=hosts.names) as cluster:
         assert sorted(cluster.call(place)) == [("node1", 0), ("node2", 0)]
-        assert Training(net(), PLAN, cluster, SHAPE).verify()["ok"]
+        assert Training(make_net(), PLAN, cluster, SHAPE).verify()["ok"]
 
         hosts.link("node2", up=False)
         start_s = time.monotonic()

@@ -23,7 +23,7 @@ from mpi4dl_nb.cluster import owned_ranks
 from mpi4dl_nb.cluster.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_owned_ranks
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
-from tests.notebook.test_orphans import within
+from tests.notebook.test_orphans import wait_within
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _none_before():
     gc.collect()
-    assert within(10, lambda: not count_alive_ranks())
+    assert wait_within(10, lambda: not count_alive_ranks())
 
 
-def family() -> set[psutil.Process]:
+def list_family() -> set[psutil.Process]:
     return set(filter(is_running, psutil.Process().children(recursive=True)))
 
 
@@ -42,11 +42,11 @@ def family() -> set[psutil.Process]:
 def test_a_cluster_that_nobody_holds_ends():
     cluster = Cluster(2).start()
     assert cluster.call(lambda host: host.world.rank) == [0, 1]
-    assert len(family()) >= 6
+    assert len(list_family()) >= 6
     assert "2 ranks of this notebook are alive" in repr(cluster)
     assert "2 ranks of this notebook are alive" in cluster._repr_html_()
     del cluster  # without a collection of memory: it is in no circle
-    assert within(10, lambda: not family() and not count_alive_ranks())
+    assert wait_within(10, lambda: not list_family() and not count_alive_ranks())
 
 
 @pytest.mark.nightly
@@ -61,7 +61,7 @@ def test_what_holds_a_training_holds_its_cluster():
     assert repr(training.cluster).endswith("1 rank of this notebook is alive>")
     del training
     gc.collect()
-    assert within(5, lambda: not count_alive_ranks())
+    assert wait_within(5, lambda: not count_alive_ranks())
 
 
 def test_the_end_of_python_does_not_hold_it():
@@ -77,7 +77,7 @@ def test_a_copy_of_the_process_ends_nothing():
     (held,) = get_owned_ranks()
     held._process = os.getppid()
     del cluster
-    assert within(1, lambda: not get_owned_ranks())
+    assert wait_within(1, lambda: not get_owned_ranks())
     assert count_alive_ranks() == 1
     held._process = os.getpid()
     held.end()
@@ -223,7 +223,7 @@ def test_a_cluster_in_the_last_result_ends_only_without_a_variable(monkeypatch, 
     del names["mine"]
     owned_ranks._end_unreachable()
     assert names["_"]["c"].state == "not started"
-    assert within(5, lambda: count_alive_ranks() == 1)
+    assert wait_within(5, lambda: count_alive_ranks() == 1)
 
 
 @pytest.mark.nightly

@@ -47,7 +47,7 @@ def training(two: Cluster) -> Iterator[Training]:
     made.close()
 
 
-def plain_losses(model: nn.Module, loss: Callable[[Any, Tensor], Tensor], steps: int = 3) -> list[float]:
+def compute_plain_losses(model: nn.Module, loss: Callable[[Any, Tensor], Tensor], steps: int = 3) -> list[float]:
     optimiser, found = SGD(model.parameters()), []
     for _ in range(steps):
         optimiser.zero_grad()
@@ -110,7 +110,7 @@ def test_fit_says_what_is_no_batches(training: Training, name: str):
 def test_the_remedy_of_a_data_set_trains(two: Cluster):
     made = Training(net(), PLAN, two, SHAPE, optimiser=SGD)
     losses = made.fit(DataLoader(TensorDataset(X, Y), batch_size=4), epochs=3, progress=False).losses
-    assert losses == pytest.approx(plain_losses(net(), F.cross_entropy), rel=1e-12)
+    assert losses == pytest.approx(compute_plain_losses(net(), F.cross_entropy), rel=1e-12)
     made.close()
 
 
@@ -262,11 +262,13 @@ def test_a_loss_that_reads_first_values_of_what_forward_stores_is_refused(name: 
 
 
 def test_the_remedy_trains_with_features_and_weights(two: Cluster):
-    def loss(answer: tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
+    def compute_loss(answer: tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
         return F.cross_entropy(answer[0], labels) + answer[1].square().mean() + 0.1 * answer[2]
 
-    made = Training(Returned(), PLAN, two, SHAPE, loss, SGD)
-    assert [made.step(X, Y) for _ in range(3)] == pytest.approx(plain_losses(Returned(), loss), rel=1e-12)
+    made = Training(Returned(), PLAN, two, SHAPE, compute_loss, SGD)
+    assert [made.step(X, Y) for _ in range(3)] == pytest.approx(
+        compute_plain_losses(Returned(), compute_loss), rel=1e-12
+    )
     made.close()
 
 

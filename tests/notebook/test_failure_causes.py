@@ -66,7 +66,7 @@ def read_all(error: RankError) -> str:
 
 
 @pytest.mark.sampled(1)
-def test_an_exception_without_a_text_is_told_with_its_kind_and_its_line(cluster):
+def test_an_exception_without_a_text_is_reported_with_its_kind_and_its_line(cluster):
     class MuteError(Exception):
         def __str__(self):
             raise RuntimeError("no text")
@@ -86,29 +86,29 @@ def test_a_cause_without_a_text_hides_nothing(cluster):
     class MuteError(Exception):
         __str__ = None
 
-    def fails(host):
+    def raise_from_mute_error(host):
         try:
             raise MuteError
         except MuteError as error:
             raise ValueError("the last one") from error
 
-    error = fail(cluster, fails)
+    error = fail(cluster, raise_from_mute_error)
     assert get_one(error) == "ValueError: the last one"
     assert "MuteError: (it has no text: its __str__ raised TypeError)" in error.remote_traceback
 
 
 def test_a_long_text_is_cut_and_its_length_said(cluster):
-    def fails(host):
+    def raise_long_text(host):
         raise ValueError("x" * 30_000_000)
 
-    error = fail(cluster, fails)
+    error = fail(cluster, raise_long_text)
     assert get_one(error).startswith("ValueError: xxxx")
     assert get_one(error).endswith("x ... (30,000,000 characters)")
     assert len(read_all(error)) < 50_000
 
 
-def test_an_exception_of_which_python_makes_no_traceback_is_told(cluster):
-    def fails(host):
+def test_an_exception_of_which_python_makes_no_traceback_is_reported(cluster):
+    def divide_by_zero(host):
         exec(compile("1 / 0", "file", "exec").replace(co_filename="no\0file"))
 
     class CausedError(Exception):
@@ -116,15 +116,15 @@ def test_an_exception_of_which_python_makes_no_traceback_is_told(cluster):
         def __cause__(self):
             raise RuntimeError("no cause")
 
-    def fails_with_a_cause(host):
+    def raise_with_cause(host):
         raise CausedError("what is known")
 
-    assert get_one(fail(cluster, fails)) == "ZeroDivisionError: division by zero"
-    error = fail(cluster, fails_with_a_cause)
+    assert get_one(fail(cluster, divide_by_zero)) == "ZeroDivisionError: division by zero"
+    error = fail(cluster, raise_with_cause)
     assert get_one(error) == "CausedError: what is known"
 
 
-def test_of_a_long_chain_the_last_exceptions_are_told():
+def test_of_a_long_chain_the_last_exceptions_are_reported():
     error: Exception | None = None
     for number in range(5_000):
         error, before = ValueError(number), error
@@ -134,26 +134,26 @@ def test_of_a_long_chain_the_last_exceptions_are_told():
     assert len(failure.links) == 30
 
 
-def test_an_exception_that_cannot_be_pickled_is_told(cluster):
+def test_an_exception_that_cannot_be_pickled_is_reported(cluster):
     class BoundError(Exception):
         def __init__(self):
             super().__init__("bound to a stream")
             self.stream = sys.stdout
 
-    def fails(host):
+    def raise_bound_error(host):
         raise BoundError
 
-    assert get_one(fail(cluster, fails)) == "BoundError: bound to a stream"
+    assert get_one(fail(cluster, raise_bound_error)) == "BoundError: bound to a stream"
 
 
 @pytest.mark.parametrize("what", [ValueError, SystemExit])
-def test_a_result_that_raises_while_it_is_unpickled_is_told_in_its_own_call(cluster, what):
-    def explode():
+def test_a_result_that_raises_while_it_is_unpickled_is_reported_in_its_own_call(cluster, what):
+    def fail_to_unpickle():
         raise what("no such version")
 
     class Result:
         def __reduce__(self):
-            return explode, ()
+            return fail_to_unpickle, ()
 
     start_s = time.monotonic()
     error = fail(cluster, lambda host: Result() if host.world.rank == 1 else None)
@@ -162,20 +162,20 @@ def test_a_result_that_raises_while_it_is_unpickled_is_told_in_its_own_call(clus
     assert time.monotonic() - start_s < 1  # it is known at once, and not after a wait for the rank's end
 
 
-def test_an_argument_that_raises_while_it_is_unpickled_is_told(cluster):
-    def explode():
+def test_an_argument_that_raises_while_it_is_unpickled_is_reported(cluster):
+    def fail_to_unpickle():
         raise ValueError("no such version")
 
     class Argument:
         def __reduce__(self):
-            return explode, ()
+            return fail_to_unpickle, ()
 
     error = fail(cluster, lambda host, argument: None, Argument())
     assert "what it was sent cannot be unpickled: ValueError: no such version" in str(error)
 
 
 @contextmanager
-def slow_link(cluster: Cluster, bytes_per_s: float):
+def throttle_link(cluster: Cluster, bytes_per_s: float):
     """Let each message between the notebook and the ranks take its time; parts are small, so that little shows it."""
     session = cluster._ranks._client.session
     send, read = session.send, session.deserialize
@@ -206,7 +206,7 @@ LARGE = bytes(range(256)) * 4096  # 1 MiB
 @pytest.mark.nightly
 @over_mpi
 def test_the_time_to_send_a_large_argument_is_no_hang(cluster):
-    with slow_link(cluster, 1 << 19):
+    with throttle_link(cluster, 1 << 19):
         assert cluster.call(lambda host, x: x == bytes(range(256)) * 4096, LARGE) == [True] * N
 
 
@@ -220,32 +220,32 @@ def test_the_time_to_send_the_tiles_of_a_large_batch_is_no_hang(cluster):
     training.step(images, targets)  # the first step takes longer than others
     model.load_state_dict(training.state_dict())
     wanted = float(mse_loss(model(images), targets).detach())
-    with slow_link(cluster, 1 << 19):
+    with throttle_link(cluster, 1 << 19):
         assert training.step(images, targets) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.nightly
 @over_mpi
 def test_the_time_to_send_a_large_result_is_no_hang(cluster):
-    with slow_link(cluster, 1 << 19):
+    with throttle_link(cluster, 1 << 19):
         assert cluster.call(lambda host: bytes(range(256)) * 4096) == [LARGE] * N
     assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * N
 
 
 @pytest.mark.nightly
 @over_mpi
-def test_a_connection_of_mpiexec_that_is_cut_is_told_as_what_it_is(cluster):
+def test_a_connection_of_mpiexec_that_is_cut_is_reported_as_what_it_is(cluster):
     """MPI ends the ranks, each with an exit code of its own, which alone would say nothing."""
     mpiexec = cluster._ranks._launchers[1].pid
 
-    def waits(host):
+    def gather_slowly(host):
         for _ in range(100):
             host.world.all_gather(None)
             time.sleep(0.05)
 
     Timer(0.3, cut_connections, [mpiexec]).start()
     with pytest.raises(RankError, match=r"exit code 195 \(its connection to mpiexec, .*, was lost\)"):
-        cluster.call(waits)
+        cluster.call(gather_slowly)
     assert cluster.heal().call(lambda host: host.world.rank) == [0, 1]
 
 

@@ -45,17 +45,17 @@ def one():
         yield ALONE, cluster
 
 
-def unet() -> nn.Module:
+def make_unet() -> nn.Module:
     torch.manual_seed(0)
     return UNet(num_classes=3, width=4, depth=1)
 
 
-def training(ranks: tuple[Plan, Cluster]) -> Training:
+def make_training(ranks: tuple[Plan, Cluster]) -> Training:
     plan, cluster = ranks
-    return Training(unet(), plan, cluster, (BATCH, 3, *SIZE))
+    return Training(make_unet(), plan, cluster, (BATCH, 3, *SIZE))
 
 
-def images(count: int = 7) -> LabelledImages:
+def make_images(count: int = 7) -> LabelledImages:
     return Augmented(SyntheticImages(count, SIZE, 3, seed=1), ("flip", "rotate", "contrast"))
 
 
@@ -75,9 +75,11 @@ class Bad(SyntheticImages):
         return super().part(index, tile, draw)
 
 
-def oracle(found: LabelledImages, numbers: list[tuple[int, int]], seed: int = 0, micro_batches: int = 1) -> list[float]:
+def compute_reference_losses(
+    found: LabelledImages, numbers: list[tuple[int, int]], seed: int = 0, micro_batches: int = 1
+) -> list[float]:
     """One process on whole images, `numbers` of (epoch, image), with the draws that the seed gives them."""
-    alone = ReferenceTraining(unet(), nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=micro_batches)
+    alone = ReferenceTraining(make_unet(), nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=micro_batches)
     whole, losses = Tile.whole(*SIZE), []
     for start in range(0, len(numbers), BATCH):
         drawn = [
@@ -93,7 +95,7 @@ def oracle(found: LabelledImages, numbers: list[tuple[int, int]], seed: int = 0,
 
 def test_no_other_thread_comes_between_a_step_and_its_count(one, tmp_path, monkeypatch):
     """Or it would be refused, as if the training had been stopped while ranks changed their weights."""
-    mine, asked = training(one), []
+    mine, asked = make_training(one), []
     call, record_step, cluster = mine.cluster.call, mine.record_step, mine.cluster
 
     def is_free() -> bool:
@@ -122,7 +124,7 @@ def test_no_other_thread_comes_between_a_step_and_its_count(one, tmp_path, monke
     batch = torch.rand(BATCH, 3, *SIZE), torch.zeros(BATCH, *SIZE, dtype=torch.long)
     mine.step(*batch)
     mine.stepping(*batch).finish()
-    mine.fit(images(2), progress=False)
+    mine.fit(make_images(2), progress=False)
     mine.state_dict()
     assert mine.is_whole()
     mine.load(mine.save(tmp_path))
@@ -132,11 +134,11 @@ def test_no_other_thread_comes_between_a_step_and_its_count(one, tmp_path, monke
     assert [name for name, free in asked if free and name in counted] == []
 
 
-def feeders() -> list[threading.Thread]:
+def list_feeders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
-def same(losses: list[float] | tuple[float, ...]) -> object:
+def make_approx(losses: list[float] | tuple[float, ...]) -> object:
     return pytest.approx(losses, rel=1e-10, abs=0)
 
 
@@ -144,35 +146,42 @@ def same(losses: list[float] | tuple[float, ...]) -> object:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_losses_are_those_of_one_process(ranks, workers: int):
     """On augmented images with masks, over two epochs."""
-    history = training(ranks).fit(images(), epochs=2, progress=False, drop_last=True, seed=5, workers=workers)
+    history = make_training(ranks).fit(make_images(), epochs=2, progress=False, drop_last=True, seed=5, workers=workers)
     numbers = [(epoch, i) for epoch in range(2) for i in shuffle_indices(7, 5, epoch)[:6]]
-    assert history.losses == same(oracle(images(), numbers, 5, ranks[0].micro_batches))
+    assert history.losses == make_approx(compute_reference_losses(make_images(), numbers, 5, ranks[0].micro_batches))
     assert [epoch.steps for epoch in history.epochs] == [3, 3]
-    assert not feeders()
+    assert not list_feeders()
 
 
 @pytest.mark.nightly
 def test_one_rank_and_several_tell_the_same(ranks, one):
-    many, alone = (training(where).fit(images(), epochs=2, progress=False, drop_last=True) for where in (ranks, one))
+    many, alone = (
+        make_training(where).fit(make_images(), epochs=2, progress=False, drop_last=True) for where in (ranks, one)
+    )
     if ranks[0].micro_batches == 1:  # otherwise batch norm has other images to norm by
-        assert many.losses == same(alone.losses)
+        assert many.losses == make_approx(alone.losses)
         assert [epoch.counts for epoch in many.epochs] == [epoch.counts for epoch in alone.epochs]
     assert all(sum(epoch.counts.true) == 6 * SIZE[0] * SIZE[1] and epoch.counts.pixels for epoch in many.epochs)
 
 
 @pytest.mark.nightly
 def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
-    whole = training(ranks).fit(images(), epochs=3, progress=False, drop_last=True)
-    mine = training(ranks)
-    parts = [mine.fit(images(), epochs=epochs, progress=False, drop_last=True) for epochs in (1, 2)]
+    whole = make_training(ranks).fit(make_images(), epochs=3, progress=False, drop_last=True)
+    mine = make_training(ranks)
+    parts = [mine.fit(make_images(), epochs=epochs, progress=False, drop_last=True) for epochs in (1, 2)]
     assert parts[0].losses + parts[1].losses == whole.losses
     assert [epoch.epoch for part in parts for epoch in part.epochs] == [0, 1, 2]
 
 
 @pytest.mark.sampled(1)
-def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
-    mine = training(ranks)
-    for found, go_on, state in ((images(), True, 1), (images(), False, 1), (images(), True, 2), (images(6), True, 1)):
+def test_it_begins_again_where_it_is_asked_to_or_with_other_images(ranks):
+    mine = make_training(ranks)
+    for found, go_on, state in (
+        (make_images(), True, 1),
+        (make_images(), False, 1),
+        (make_images(), True, 2),
+        (make_images(6), True, 1),
+    ):
         mine.fit(found, progress=False, drop_last=True, go_on=go_on)
         assert mine.feed_state["epoch"] == state
         assert mine.feed_state["images"] == len(found)
@@ -181,30 +190,32 @@ def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
 @pytest.mark.nightly
 def test_a_break_in_mid_epoch_changes_nothing(ranks):
     """A bad image ends it; when the picture is mended, it goes on in the middle of the epoch."""
-    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False, drop_last=True)
+    whole = make_training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False, drop_last=True)
     broken = shuffle_indices(7, 0, 1)[2]
-    mine = training(ranks)
+    mine = make_training(ranks)
     first = mine.fit(Bad(()), progress=False, drop_last=True)
     with pytest.raises(ImageError, match=rf"pictures/{broken}.png is damaged"):
         mine.fit(Bad((broken,)), progress=False, drop_last=True)
-    assert not feeders()
+    assert not list_feeders()
     state = json.loads(json.dumps(mine.feed_state))
     assert (state["epoch"], state["step"], state["position"]) == (1, 1, 2)
     with pytest.raises(ImageError, match=r"ended early, at step 1 .* order of seed 0: these are 6 images, seed None"):
         mine.fit(Bad((), 6), progress=False, drop_last=True)
     rest = mine.fit(Bad(()), progress=False, drop_last=True)
-    assert first.losses + rest.losses == same([*whole.losses[:3], *whole.losses[4:]])
+    assert first.losses + rest.losses == make_approx([*whole.losses[:3], *whole.losses[4:]])
     assert rest.epochs[0].steps == 2
 
 
 @pytest.mark.nightly
-def test_bad_images_are_left_out_and_told_once(ranks, capsys):
+def test_bad_images_are_left_out_and_reported_once(ranks, capsys):
     order = shuffle_indices(7, 0, 0)
     bad = tuple(order[1:3])
-    history = training(ranks).fit(Bad(bad), epochs=2, progress=False, drop_last=True, on_bad_image="skip")
+    history = make_training(ranks).fit(Bad(bad), epochs=2, progress=False, drop_last=True, on_bad_image="skip")
     good = [(epoch, i) for epoch in range(2) for i in shuffle_indices(7, 0, epoch) if i not in bad]
     numbers = [*good[:4], *good[5:9]]
-    assert history.losses == same(oracle(SyntheticImages(7, SIZE, 3, seed=1), numbers, 0, ranks[0].micro_batches))
+    assert history.losses == make_approx(
+        compute_reference_losses(SyntheticImages(7, SIZE, 3, seed=1), numbers, 0, ranks[0].micro_batches)
+    )
     texts = [f"pictures/{index}.png is damaged" for index in bad]
     assert sorted(history.left_out) == sorted(texts)
     assert [epoch.left_out for epoch in history.epochs] == [2, 2]
@@ -213,23 +224,25 @@ def test_bad_images_are_left_out_and_told_once(ranks, capsys):
 
 
 def test_images_that_are_left_out_are_named_by_each_training(one):
-    mine = training(one)
+    mine = make_training(one)
     mine.fit(Bad((shuffle_indices(7, 0, 0)[0],)), progress=False, drop_last=True, on_bad_image="skip")
-    again = mine.fit(images(), progress=False, drop_last=True)
+    again = mine.fit(make_images(), progress=False, drop_last=True)
     assert [text.partition(": ")[2] for text in again.left_out] == ["left out before, as unreadable"]
     assert [epoch.left_out for epoch in again.epochs] == [1]
-    anew = mine.fit(images(), progress=False, drop_last=True, go_on=False)
+    anew = mine.fit(make_images(), progress=False, drop_last=True, go_on=False)
     assert not anew.left_out
 
 
 @pytest.mark.sampled(1)
 def test_held_out_images_are_judged_and_change_nothing(ranks):
     judge = SyntheticImages(3, SIZE, 3, seed=9)
-    mine = training(ranks)
-    history = mine.fit(images(), epochs=2, progress=False, drop_last=True, held_out=judge)
-    assert history.losses == same(training(ranks).fit(images(), epochs=2, progress=False, drop_last=True).losses)
+    mine = make_training(ranks)
+    history = mine.fit(make_images(), epochs=2, progress=False, drop_last=True, held_out=judge)
+    assert history.losses == make_approx(
+        make_training(ranks).fit(make_images(), epochs=2, progress=False, drop_last=True).losses
+    )
 
-    model, whole = unet().double(), Tile.whole(*SIZE)
+    model, whole = make_unet().double(), Tile.whole(*SIZE)
     model.load_state_dict(mine.state_dict())
     model.eval()
     scores = model(torch.stack([judge.part(i, whole) for i in range(3)]).double()).detach()
@@ -244,8 +257,10 @@ def test_held_out_images_are_judged_and_change_nothing(ranks):
 def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
     judge = Bad((1,), 3)
     with pytest.raises(ImageError, match=r"pictures/1.png is damaged"):
-        training(one).fit(images(), progress=False, drop_last=True, held_out=judge)
-    found = training(one).fit(images(), epochs=2, progress=False, drop_last=True, held_out=judge, on_bad_image="skip")
+        make_training(one).fit(make_images(), progress=False, drop_last=True, held_out=judge)
+    found = make_training(one).fit(
+        make_images(), epochs=2, progress=False, drop_last=True, held_out=judge, on_bad_image="skip"
+    )
     assert [sum(epoch.held_out.counts.true) for epoch in found.epochs] == [2 * SIZE[0] * SIZE[1]] * 2
     assert [epoch.left_out for epoch in found.epochs] == [0, 0]
     assert capsys.readouterr().out.count("Left out from now on: pictures/1.png is damaged") == 1
@@ -253,8 +268,8 @@ def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
 
 @pytest.mark.nightly
 def test_epochs_are_logged(ranks, tmp_path: Path):
-    mine, path = training(ranks), tmp_path / "log.jsonl"
-    histories: list[History] = [mine.fit(images(), progress=False, drop_last=True, log=path) for _ in range(2)]
+    mine, path = make_training(ranks), tmp_path / "log.jsonl"
+    histories: list[History] = [mine.fit(make_images(), progress=False, drop_last=True, log=path) for _ in range(2)]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records == [dict(epoch.record) for history in histories for epoch in history.epochs]
     assert [record["epoch"] for record in records] == [0, 1]
@@ -262,13 +277,13 @@ def test_epochs_are_logged(ranks, tmp_path: Path):
     assert all(0 < record["dice"] < 1 and record["held_out_loss"] is None for record in records)
 
 
-def test_batches_are_told_by_epoch_too(one):
+def test_batches_are_reported_by_epoch_too(one):
     random = torch.Generator().manual_seed(1)
     pixels, classes = (
         torch.randn((BATCH, 3, *SIZE), generator=random),
         torch.randint(3, (BATCH, *SIZE), generator=random),
     )
-    history = training(one).fit([(pixels, classes)] * 2, epochs=2, progress=False, drop_last=True)
+    history = make_training(one).fit([(pixels, classes)] * 2, epochs=2, progress=False, drop_last=True)
     assert [(epoch.epoch, epoch.steps, sum(epoch.counts.true)) for epoch in history.epochs] == [
         (epoch, 2, 2 * BATCH * SIZE[0] * SIZE[1]) for epoch in (0, 1)
     ]
@@ -289,8 +304,8 @@ class Waiting(SyntheticImages):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("interrupts", "done"), [(1, 2), (2, 1)], ids=["after this step", "at once"])
 def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch, interrupts: int, done: int):
-    whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
-    mine = training(ranks)
+    whole = make_training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
+    mine = make_training(ranks)
     monkeypatch.setattr(fit_run, "_LAST_S", 60.0)  # a second interrupt does not wait for it
     _ENOUGH.clear()
     second, begin = threading.Event(), mine.cluster.call
@@ -316,25 +331,25 @@ def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         mine.fit(Waiting(7, SIZE, 3), progress=False, drop_last=True)
     patience.join()
-    assert not feeders()
+    assert not list_feeders()
     assert mine.feed_state["step"] == done
     rest = mine.fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)
-    assert rest.losses == same(whole.losses[done:])
+    assert rest.losses == make_approx(whole.losses[done:])
 
 
 @pytest.mark.sampled(1)
-def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
+def test_weights_that_only_some_ranks_have_changed_are_reported(ranks):
     """As where a second interrupt comes in the midst of an update: which cannot be timed, so it is done by hand."""
-    mine = training(ranks)
+    mine = make_training(ranks)
 
-    def change(host: object, name: str) -> None:
+    def add_rank_to_steps(host: object, name: str) -> None:
         host.get_kept(RankTrainLoop)[name].training.worker.steps += host.world.rank
 
     begin = mine.cluster.call
 
     def call(function, *arguments, **more):
         if function.__name__ == "step_loop":
-            begin(change, mine.name)
+            begin(add_rank_to_steps, mine.name)
         return begin(function, *arguments, **more)
 
     mine.cluster.call = call
@@ -354,14 +369,14 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
 @pytest.mark.nightly
 def test_more_classes_than_the_model_answers_for(one):
     with pytest.raises(ImageError, match="have 5 classes, but the loss takes numbers of 3"):
-        training(one).fit(SyntheticImages(7, SIZE, 5))
+        make_training(one).fit(SyntheticImages(7, SIZE, 5))
     with pytest.raises(ImageError, match="have 5 classes, but the loss takes numbers of 3"):
-        training(one).fit(images(), held_out=SyntheticImages(7, SIZE, 5))
+        make_training(one).fit(make_images(), held_out=SyntheticImages(7, SIZE, 5))
 
 
 def test_nothing_to_judge_by(one):
     with pytest.raises(ImageError, match="no held-out images"):
-        training(one).fit(images(), held_out=SyntheticImages(0, SIZE, 3))
+        make_training(one).fit(make_images(), held_out=SyntheticImages(0, SIZE, 3))
 
 
 class TwoAnswers(nn.Module):
@@ -381,7 +396,7 @@ def of_both(answer: dict[str, Tensor], labels: Tensor) -> Tensor:
     return sum(nn.functional.cross_entropy(each, labels) for each in answer.values())
 
 
-def of_both_or_one(answer: dict[str, Tensor] | Tensor, labels: Tensor) -> Tensor:
+def sum_of_both_or_one(answer: dict[str, Tensor] | Tensor, labels: Tensor) -> Tensor:
     return of_both(answer if isinstance(answer, dict) else {"main": answer}, labels)
 
 
@@ -389,7 +404,7 @@ def of_squeezed(answer: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(answer.squeeze(), labels)
 
 
-def as_a_classifier(model: nn.Module, loss, one: tuple[Plan, Cluster]) -> Training:
+def make_classifier_training(model: nn.Module, loss, one: tuple[Plan, Cluster]) -> Training:
     return Training(model, *one, (BATCH, 3, *SIZE), loss=loss, labels=torch.zeros(BATCH, dtype=torch.long))
 
 
@@ -406,7 +421,7 @@ def as_a_classifier(model: nn.Module, loss, one: tuple[Plan, Cluster]) -> Traini
     ],
 )
 def test_a_loss_that_cannot_judge_one_image_is_refused_before_the_first_step(one, model: nn.Module, loss, text: str):
-    mine = as_a_classifier(model, loss, one)
+    mine = make_classifier_training(model, loss, one)
     with pytest.raises(TraceError, match=text):
         mine.fit(SyntheticImages(4, SIZE, 3), progress=False, held_out=SyntheticImages(3, SIZE, 3))
     assert mine.feed_state is None
@@ -414,15 +429,15 @@ def test_a_loss_that_cannot_judge_one_image_is_refused_before_the_first_step(one
 
 @pytest.mark.nightly
 def test_a_loss_may_take_another_answer_in_evaluation(one):
-    mine = as_a_classifier(TwoAnswers(1), of_both_or_one, one)
+    mine = make_classifier_training(TwoAnswers(1), sum_of_both_or_one, one)
     history = mine.fit(SyntheticImages(4, SIZE, 3), progress=False, held_out=SyntheticImages(3, SIZE, 3))
     assert history.epochs[0].held_out.loss > 0
 
 
 @pytest.mark.nightly
 def test_a_log_that_cannot_be_written_ends_it_before_the_first_step(one, tmp_path: Path):
-    mine = training(one)
+    mine = make_training(one)
     with pytest.raises(PlanError, match="cannot be written"):
-        mine.fit(images(), log=tmp_path / "gone" / "log.csv")
+        mine.fit(make_images(), log=tmp_path / "gone" / "log.csv")
     assert mine.feed_state is None
-    assert not feeders()
+    assert not list_feeders()

@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.train import checkpoint_reader
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import Heard
-from tests.notebook.test_healing import DATA, hurt, training
+from tests.notebook.test_healing import DATA, make_training, schedule_fault
 
 
 @pytest.fixture(scope="module")
@@ -26,25 +26,25 @@ def cluster():
         yield started
 
 
-def spoil_from(found: Training, step: int) -> None:
+def cut_saves_from(found: Training, step: int) -> None:
     """Whatever is saved from then on is damaged at once."""
     save = found.save
 
-    def spoiled(*given: Any) -> Path:
+    def save_and_cut(*given: Any) -> Path:
         path = save(*given)
         if found.steps >= step:
             os.truncate(path / "model.safetensors", 100)
         return path
 
-    found.save = spoiled  # type: ignore[method-assign]
+    found.save = save_and_cut  # type: ignore[method-assign]
 
 
-def fitted(cluster: Cluster, folder: Path, note: Path, spoiled: int, steps: int = 6) -> tuple[Any, Any, Heard]:
+def fit_two_epochs(cluster: Cluster, folder: Path, note: Path, spoiled: int, steps: int = 6) -> tuple[Any, Any, Heard]:
     """Two epochs of four steps, saved after each step; a rank fails in the midst of an update."""
-    found, heard = training(cluster), Heard()
+    found, heard = make_training(cluster), Heard()
     if spoiled:
-        spoil_from(found, spoiled)
-        hurt(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1, pause_s=0.5)
+        cut_saves_from(found, spoiled)
+        schedule_fault(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1, pause_s=0.5)
     losses = found.fit(
         DATA, epochs=2, progress=False, save=folder, save_every=1, keep=4, on_failure="heal", monitor=heard
     ).losses
@@ -55,8 +55,8 @@ def fitted(cluster: Cluster, folder: Path, note: Path, spoiled: int, steps: int 
 @pytest.mark.parametrize("spoiled", [6, 5, 4])
 def test_it_goes_on_from_the_newest_that_is_whole(cluster, tmp_path, spoiled):
     """Six steps are done, and the last one, two or three checkpoints are damaged, once over an epoch's end."""
-    losses, state, heard = fitted(cluster, tmp_path / "spoiled", tmp_path, spoiled)
-    wanted, weights, _ = fitted(cluster, tmp_path / "whole", tmp_path, 0)
+    losses, state, heard = fit_two_epochs(cluster, tmp_path / "spoiled", tmp_path, spoiled)
+    wanted, weights, _ = fit_two_epochs(cluster, tmp_path / "whole", tmp_path, 0)
     assert losses == wanted
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     (healed,) = heard.healed
@@ -67,13 +67,13 @@ def test_it_goes_on_from_the_newest_that_is_whole(cluster, tmp_path, spoiled):
 
 def test_where_none_is_whole_all_are_listed(cluster, tmp_path):
     with pytest.raises(DamagedError, match="There is no whole checkpoint to go back to") as caught:
-        fitted(cluster, tmp_path / "spoiled", tmp_path, -1, steps=3)
+        fit_two_epochs(cluster, tmp_path / "spoiled", tmp_path, -1, steps=3)
     assert str(caught.value).count("this checkpoint is damaged") == 4
 
 
 def test_a_checkpoint_that_is_gone_is_passed_over(cluster, tmp_path):
     """Whoever makes room on a disk may remove the newest one."""
-    found = training(cluster)
+    found = make_training(cluster)
     healing = FailureRecovery(found, False, lambda: None)
     for steps in range(2):
         healing.record_checkpoint(FitPosition(steps, 0, (), None, is_over=False), found.save(tmp_path / "saved"))
@@ -84,9 +84,9 @@ def test_a_checkpoint_that_is_gone_is_passed_over(cluster, tmp_path):
 
 
 def test_want_of_handles_is_no_reason_to_go_further_back(cluster, tmp_path, monkeypatch):
-    def no_handles(*given: object) -> object:
+    def refuse_handles(*given: object) -> object:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "it")
 
-    monkeypatch.setattr(checkpoint_reader, "open_regular", no_handles)
+    monkeypatch.setattr(checkpoint_reader, "open_regular", refuse_handles)
     with pytest.raises(UnreadableError, match=r"00007-step-6: .* cannot be read now: Too many open files"):
-        fitted(cluster, tmp_path / "saved", tmp_path, 99)
+        fit_two_epochs(cluster, tmp_path / "saved", tmp_path, 99)

@@ -55,7 +55,7 @@ over_mpi = pytest.mark.parametrize("shared", ["mpi"], indirect=True)
 over_loopback = pytest.mark.parametrize("shared", ["loopback"], indirect=True)
 
 
-def training(cluster: Cluster) -> Training:
+def make_training(cluster: Cluster) -> Training:
     return Training(model(), PLAN, cluster, SHAPE)
 
 
@@ -63,11 +63,11 @@ def training(cluster: Cluster) -> Training:
 def undisturbed():
     """Losses and weights of two epochs without a fault."""
     with Cluster(3, backend="loopback") as cluster:
-        found = training(cluster)
+        found = make_training(cluster)
         return found.fit(DATA, epochs=2, progress=False).losses, found.state_dict()
 
 
-def hurt(
+def schedule_fault(
     found: Training, kind: str, tmp_path: Path, steps: int = 6, rank: int = 1, at: int = 7, pause_s: float = 0.0
 ) -> None:
     """After so many steps, at an instruction, a rank comes to harm."""
@@ -85,8 +85,8 @@ def check(found: Training, losses: Any, undisturbed: Any) -> None:
 
 @pytest.mark.nightly
 def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
-    found, heard, log = training(cluster), Heard(), tmp_path / "log.jsonl"
-    hurt(found, "raise", tmp_path)
+    found, heard, log = make_training(cluster), Heard(), tmp_path / "log.jsonl"
+    schedule_fault(found, "raise", tmp_path)
     history = found.fit(
         DATA, epochs=2, progress=False, save=tmp_path / "saved", on_failure="heal", monitor=heard, log=log
     )
@@ -104,8 +104,8 @@ def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
     """Saved after steps 3 and 6, and hurt in the eighth: one step is done again."""
-    found, heard, log = training(cluster), Heard(), tmp_path / "log.jsonl"
-    hurt(found, kind, tmp_path, steps=7)
+    found, heard, log = make_training(cluster), Heard(), tmp_path / "log.jsonl"
+    schedule_fault(found, kind, tmp_path, steps=7)
     history = found.fit(
         DATA, epochs=2, progress=False, save=tmp_path / "saved", save_every=3, on_failure="heal", monitor=heard, log=log
     )
@@ -122,8 +122,8 @@ def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
 @pytest.mark.nightly
 @over_mpi
 def test_the_others_go_on_under_another_plan(cluster, undisturbed, tmp_path):
-    found, heard = training(cluster), Heard()
-    hurt(found, "kill", tmp_path)
+    found, heard = make_training(cluster), Heard()
+    schedule_fault(found, "kill", tmp_path)
     held_out = SyntheticImages(3, SHAPE[2:], 4, seed=1)
     history = found.fit(
         DATA, epochs=2, progress=False, save=tmp_path / "s", on_failure="shrink", monitor=heard, held_out=held_out
@@ -142,18 +142,18 @@ def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
     images = SyntheticImages(9, (16, 24), 3, seed=1)
     plan = Plan(split_size=1, num_spatial_parts=3, slice_method="1x3", precision="float64")
 
-    def fitted(folder: Path, faulty: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    def fit_unet(folder: Path, faulty: bool) -> tuple[Any, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
         found = Training(UNet(num_classes=3, width=4, depth=1), plan, cluster, (2, 3, 16, 24))
         if faulty:
-            hurt(found, "kill", tmp_path, steps=6)
+            schedule_fault(found, "kill", tmp_path, steps=6)
         history = found.fit(
             images, epochs=2, progress=False, held_out=images, seed=4, save=folder, save_every=5, on_failure="heal"
         )
         return history, found.state_dict()
 
-    history, state = fitted(tmp_path / "faulty", faulty=True)
-    wanted, weights = fitted(tmp_path / "whole", faulty=False)
+    history, state = fit_unet(tmp_path / "faulty", faulty=True)
+    wanted, weights = fit_unet(tmp_path / "whole", faulty=False)
     assert history.losses == wanted.losses
     assert [(epoch.steps, epoch.loss, epoch.held_out.loss) for epoch in history.epochs] == [
         (epoch.steps, epoch.loss, epoch.held_out.loss) for epoch in wanted.epochs
@@ -164,7 +164,7 @@ def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
 @over_loopback
 def test_a_second_try_goes_on_from_what_the_first_has_loaded(cluster, undisturbed, tmp_path, monkeypatch):
     """The first one loads the weights of step 3, and fails then; the ranks keep them."""
-    found, tries, resume = training(cluster), [], BatchLoop.resume
+    found, tries, resume = make_training(cluster), [], BatchLoop.resume
 
     def resume_later(loop: BatchLoop, place: Any) -> None:
         tries.append(place)
@@ -173,7 +173,7 @@ def test_a_second_try_goes_on_from_what_the_first_has_loaded(cluster, undisturbe
         resume(loop, place)
 
     monkeypatch.setattr(BatchLoop, "resume", resume_later)
-    hurt(found, "raise", tmp_path, steps=4, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
+    schedule_fault(found, "raise", tmp_path, steps=4, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
     saving = {"save": tmp_path / "saved", "save_every": 3}
     history = found.fit(DATA, epochs=2, progress=False, on_failure="heal", **saving)
     assert len(tries) == 2
@@ -182,19 +182,19 @@ def test_a_second_try_goes_on_from_what_the_first_has_loaded(cluster, undisturbe
 
 @over_loopback
 def test_what_comes_twice_in_the_same_place_is_raised(cluster, tmp_path):
-    def break_down(host: RankServer, name: str) -> None:
+    def insert_broken_step(host: RankServer, name: str) -> None:
         worker = host.get_kept(RankTraining)[name].worker
         step = worker.step
 
-        def broken() -> Any:
+        def step_or_fail() -> Any:
             if worker.steps == 3 and host.world.rank == 2:
                 raise ValueError("always")
             return step()
 
-        worker.step = broken
+        worker.step = step_or_fail
 
-    found, heard = training(cluster), Heard()
-    cluster.call(break_down, found.name)
+    found, heard = make_training(cluster), Heard()
+    cluster.call(insert_broken_step, found.name)
     with pytest.raises(RankError, match="Rank 2: ValueError: always") as caught:
         found.fit(DATA, progress=False, save=tmp_path, on_failure="heal", monitor=heard)
     assert len(heard.healed) == 1
@@ -203,7 +203,7 @@ def test_what_comes_twice_in_the_same_place_is_raised(cluster, tmp_path):
 
 @over_loopback
 def test_a_loss_that_is_no_number_is_not_healed(cluster, tmp_path):
-    found, heard = training(cluster), Heard()
+    found, heard = make_training(cluster), Heard()
     images, labels = DATA[0]
     with pytest.raises(LossError):
         found.fit([(images * float("nan"), labels)], progress=False, save=tmp_path, on_failure="heal", monitor=heard)
@@ -213,7 +213,7 @@ def test_a_loss_that_is_no_number_is_not_healed(cluster, tmp_path):
 
 @over_loopback
 def test_how_to_heal_is_checked(cluster, tmp_path):
-    found = training(cluster)
+    found = make_training(cluster)
     with pytest.raises(PlanError, match="Choose one of raise, heal, shrink"):
         found.fit(DATA, on_failure="ignore", save=tmp_path)
     with pytest.raises(PlanError, match="save=FOLDER"):
@@ -222,9 +222,9 @@ def test_how_to_heal_is_checked(cluster, tmp_path):
 
 @over_loopback
 def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster, tmp_path):
-    found = training(cluster)
+    found = make_training(cluster)
     saved = found.save(tmp_path / "saved")
-    hurt(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
+    schedule_fault(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
     with pytest.raises(RankError, match="a fault"):
         found.step(*DATA[0])
     uses = [lambda: found.step(*DATA[0]), found.state_dict, lambda: found.save(tmp_path)]
@@ -241,17 +241,17 @@ def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster
 def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster, tmp_path, sync_batchnorm):
     """Some have moved their statistics, or their weights, and some have not."""
 
-    def fitted(faulty: bool) -> tuple[Any, dict[str, torch.Tensor], Heard]:
+    def fit_model(faulty: bool) -> tuple[Any, dict[str, torch.Tensor], Heard]:
         found, heard = Training(model(), replace(PLAN, sync_batchnorm=sync_batchnorm), cluster, SHAPE), Heard()
         if faulty:
-            hurt(found, "raise", tmp_path, steps=2, at=len(found.programs[1].steps) - 1)
+            schedule_fault(found, "raise", tmp_path, steps=2, at=len(found.programs[1].steps) - 1)
         history = found.fit(
             DATA, progress=False, save=tmp_path / f"{faulty}", save_every=1, on_failure="heal", monitor=heard
         )
         return history.losses, found.state_dict(), heard
 
-    losses, state, heard = fitted(faulty=True)
-    wanted_losses, wanted, _ = fitted(faulty=False)
+    losses, state, heard = fit_model(faulty=True)
+    wanted_losses, wanted, _ = fit_model(faulty=False)
     assert losses == wanted_losses
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
     assert len(heard.healed) == 1
@@ -260,7 +260,7 @@ def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster
 @pytest.mark.nightly
 @over_mpi
 def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed, tmp_path):
-    found = training(cluster)
+    found = make_training(cluster)
     found.fit(DATA, progress=False, save=tmp_path)
     cluster.restart()
     with pytest.raises(PlanError, match=r"Call load\(\) with a checkpoint"):
@@ -274,22 +274,22 @@ def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed,
 def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed, tmp_path):
     """A rank dallies in the third step: what was before it is saved, and goes on as if nothing had been."""
 
-    def dally(host: RankServer, name: str) -> None:
+    def insert_slow_step(host: RankServer, name: str) -> None:
         worker = host.get_kept(RankTraining)[name].worker
         step, left = worker.step, [2 * len(worker.program.steps) + 5]
 
-        def slow() -> Any:
+        def step_slowly() -> Any:
             left[0] -= 1
             until_s = time.monotonic() + (1.5 if host.world.rank == 1 and left[0] == 0 else 0)
             while time.monotonic() < until_s:
                 time.sleep(0.01)
             return step()
 
-        worker.step = slow
+        worker.step = step_slowly
 
-    found, heard = training(cluster), Heard()
-    cluster.call(dally, found.name)
-    threading.Thread(target=press, args=(heard, 2), daemon=True).start()
+    found, heard = make_training(cluster), Heard()
+    cluster.call(insert_slow_step, found.name)
+    threading.Thread(target=interrupt_after, args=(heard, 2), daemon=True).start()
     with pytest.raises(StoppedError, match="Stopped by SIGINT after 2 steps") as caught:
         found.fit(DATA, epochs=2, progress=False, save=tmp_path, monitor=heard)
     assert str(tmp_path) in str(caught.value)
@@ -302,11 +302,11 @@ def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed
 def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undisturbed, tmp_path):
     """All ranks have changed their weights in the third step, but nobody knows of it yet: as if it had not been."""
 
-    def dally(host: RankServer, name: str) -> None:
+    def insert_slow_step(host: RankServer, name: str) -> None:
         worker = host.get_kept(RankTraining)[name].worker
         step, left = worker.step, [3 * len(worker.program.steps)]
 
-        def slow() -> Any:
+        def step_slowly() -> Any:
             done = step()
             left[0] -= 1
             until_s = time.monotonic() + (1.5 if left[0] == 0 else 0)
@@ -314,11 +314,11 @@ def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undistu
                 time.sleep(0.01)
             return done
 
-        worker.step = slow
+        worker.step = step_slowly
 
-    found, heard = training(cluster), Heard()
-    cluster.call(dally, found.name)
-    threading.Thread(target=press, args=(heard, 2), daemon=True).start()
+    found, heard = make_training(cluster), Heard()
+    cluster.call(insert_slow_step, found.name)
+    threading.Thread(target=interrupt_after, args=(heard, 2), daemon=True).start()
     with pytest.raises(StoppedError) as caught:
         found.fit(DATA, epochs=2, progress=False, save=tmp_path, save_every=1, monitor=heard)
     assert str(tmp_path) in str(caught.value)
@@ -327,7 +327,7 @@ def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undistu
     check(found, [*heard.losses[:done], *rest], undisturbed)
 
 
-def press(heard: Heard, steps: int) -> None:
+def interrupt_after(heard: Heard, steps: int) -> None:
     """The stop button, a moment after so many steps."""
     while heard.steps < steps:
         time.sleep(0.01)
@@ -343,13 +343,13 @@ def test_a_cluster_that_was_stopped_is_not_healed(cluster, tmp_path):
             cluster.stop()
 
     with pytest.raises(RankError, match="not started"):
-        training(cluster).fit(DATA, progress=False, save=tmp_path, on_failure="heal", monitor=Stops())
+        make_training(cluster).fit(DATA, progress=False, save=tmp_path, on_failure="heal", monitor=Stops())
     assert not cluster.is_started
 
 
 @over_loopback
 def test_fewer_ranks_compute_the_same(cluster):
-    plan = choose_plan(training(cluster), 2)
+    plan = choose_plan(make_training(cluster), 2)
     assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")
     random.seed(0)
     both_ways = Training(model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
@@ -378,7 +378,7 @@ def test_where_each_tile_is_normalised_by_itself_the_tiles_stay(cluster):
 
 @over_loopback
 def test_fewer_ranks_need_memory_for_the_plan(cluster, monkeypatch):
-    running, small = training(cluster), replace(MACHINES["Summit"], memory_bytes=1 << 12)
+    running, small = make_training(cluster), replace(MACHINES["Summit"], memory_bytes=1 << 12)
     monkeypatch.setattr(cluster, "calibrate", lambda **_: small)
     with pytest.raises(PlanError, match=r"No plan for 2 ranks fits: .* but 4\.0 KB are given"):
         choose_plan(running, 2)

@@ -32,7 +32,7 @@ FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stan
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
 
 
-def shared(n: int, *hosts: str) -> list[list[int]]:
+def list_shares(n: int, *hosts: str) -> list[list[int]]:
     return [list(share.ranks) for share in Hosts(read_hosts(hosts)).assign_ranks(n)]
 
 
@@ -57,7 +57,7 @@ def test_how_torch_shall_compute_is_known_on_every_host_and_so_is_the_mpi_of_mpi
     ],
 )
 def test_ranks_go_to_the_hosts_in_their_order(n, hosts, ranks):
-    assert shared(n, *hosts) == ranks
+    assert list_shares(n, *hosts) == ranks
 
 
 def test_hosts_may_be_a_dict_or_a_hostfile(tmp_path):
@@ -184,7 +184,7 @@ def test_a_slurm_job_has_hosts_and_slots(told, hosts):
 
 
 @pytest.mark.parametrize("tasks", ["2", "2(x3)", "two", "2(x2", "2(x999999999)", "2(x" + "9" * 5000 + ")"])
-def test_slots_that_do_not_fit_the_hosts_of_the_job_are_told(tasks):
+def test_slots_that_do_not_fit_the_hosts_of_the_job_are_reported(tasks):
     with pytest.raises(PlanError, match="SLURM_TASKS_PER_NODE="):
         read_allocation({**SLURM, "SLURM_TASKS_PER_NODE": tasks})
 
@@ -234,14 +234,14 @@ def test_slurm_itself_starts_the_ranks_where_it_can(monkeypatch, tmp_path):
 def ssh(monkeypatch, tmp_path):
     """`ssh(script)`: what runs in the place of ssh; the command for the host is its `$command`."""
 
-    def stands_for(script: str) -> None:
+    def write_fake_ssh(script: str) -> None:
         file = tmp_path / "ssh"
         asks = 'case "$*" in *-G*) exit 1;; esac\nfor command; do :; done\n'
         file.write_text(f"#!/bin/sh\n{asks}{script}\n")
         file.chmod(0o755)
         monkeypatch.setenv("MPI4DL_NB_SSH", shlex.quote(str(file)))
 
-    return stands_for
+    return write_fake_ssh
 
 
 @pytest.mark.nightly
@@ -259,7 +259,7 @@ def ssh(monkeypatch, tmp_path):
         ("kex_exchange_identification: gone", "has ended with code 255 .kex_exchange_identification: gone"),
     ],
 )
-def test_what_ssh_says_is_told_with_what_to_do(ssh, says, meaning):
+def test_what_ssh_says_is_reported_with_what_to_do(ssh, says, meaning):
     ssh(f"echo {shlex.quote(says)} >&2\nexit 255")
     start_s = time.monotonic()
     with pytest.raises(RankError, match=rf"(?s)The host {FAR} can't be used: .*{meaning}"):
@@ -276,7 +276,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for_for_ever(ssh, monkeypatch
 
 
 @pytest.mark.nightly
-def test_a_host_without_this_python_is_told(ssh):
+def test_a_host_without_this_python_is_reported(ssh):
     ssh(f'exec sh -c "$(echo "$command" | sed \'s#{sys.executable}#/no/such/python#\')"')
     with pytest.raises(RankError, match=f"there is no {sys.executable}. Install mpi4dl_nb there"):
         Cluster(2, hosts=[FAR]).start()
@@ -289,7 +289,7 @@ def write_other_code(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_host_with_other_code_is_told(ssh, tmp_path):
+def test_a_host_with_other_code_is_reported(ssh, tmp_path):
     """Python looks first where it was started."""
     write_other_code(tmp_path)
     ssh(f'cd {tmp_path} && exec sh -c "$command"')
@@ -298,7 +298,7 @@ def test_a_host_with_other_code_is_told(ssh, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["MPI", "mpi4py", "torch", "Python"])
-def test_other_versions_are_told(name):
+def test_other_versions_are_reported(name):
     own = host_agent.collect_versions(find_mpiexec())
     told = {"versions": {**own, name: "0.1"}, "has_folder": True}
     host_agents.check_alike("far", {"versions": own, "has_folder": True}, own, "/here")
@@ -309,7 +309,7 @@ def test_other_versions_are_told(name):
         host_agents.check_alike("far", told, own, "/here")
 
 
-def test_a_host_without_the_folder_is_told():
+def test_a_host_without_the_folder_is_reported():
     own = host_agent.collect_versions(find_mpiexec())
     with pytest.raises(RankError, match="The host far has no folder /work/mine, where this notebook works"):
         host_agents.check_alike("far", {"versions": own, "has_folder": False}, own, "/work/mine")
@@ -351,7 +351,7 @@ def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
     assert not memory.exists()
 
 
-def test_a_controller_that_is_out_of_reach_is_told(post):
+def test_a_controller_that_is_out_of_reach_is_reported(post):
     posts, _ = post
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
@@ -488,12 +488,12 @@ def cut(monkeypatch):
     started = []
     monkeypatch.setattr(Cluster, "_launch", lambda self: started.append((self.n, str(self.hosts))) or _Cut())
 
-    def made(*hosts: str) -> tuple[Cluster, list[tuple[int, str]]]:
+    def start_cluster(*hosts: str) -> tuple[Cluster, list[tuple[int, str]]]:
         cluster = Cluster(3, hosts=hosts).start()
         started.clear()
         return cluster, started
 
-    return made
+    return start_cluster
 
 
 def test_ranks_of_a_lost_host_go_to_the_others(cut):

@@ -40,12 +40,12 @@ def cluster():
         yield cluster
 
 
-def meet(host) -> list[int]:
+def gather_ranks(host) -> list[int]:
     return host.world.all_gather(host.world.rank)
 
 
 def check_usable(cluster: Cluster) -> None:
-    assert cluster.call(meet) == [list(range(N))] * N
+    assert cluster.call(gather_ranks) == [list(range(N))] * N
 
 
 @pytest.mark.sampled(1)
@@ -68,11 +68,11 @@ def test_so_are_those_of_compiled_segments(cluster: Cluster):
 
 @pytest.mark.nightly
 def test_one_thread_computes_for_one_rank_at_a_time_with_all_cores(cluster: Cluster):
-    def who(host):
+    def identify_thread(host):
         return threading.get_ident(), torch.get_num_threads()
 
-    assert len(set(cluster.call(who))) == 1
-    assert cluster.call(who)[0][1] == count_cores()
+    assert len(set(cluster.call(identify_thread))) == 1
+    assert cluster.call(identify_thread)[0][1] == count_cores()
     training = Training(UNet(num_classes=3, width=4), Plan(split_size=1), cluster, SHAPE)
     training.step(torch.randn(SHAPE), torch.zeros(SHAPE[0], *SHAPE[2:], dtype=torch.int64))
     events = sorted(training.timeline().events, key=lambda event: event.start_s)
@@ -84,14 +84,14 @@ def test_one_thread_computes_for_one_rank_at_a_time_with_all_cores(cluster: Clus
 
 
 def test_a_failure_is_that_ranks_and_the_others_are_released(cluster: Cluster):
-    def fails(host):
+    def fail_on_rank_2(host):
         host.world.all_gather(None)
         if host.world.rank == 2:
             raise ValueError("no such pixel")
         host.world.all_gather(None)
 
     with pytest.raises(RankError, match="Rank 2: ValueError: no such pixel") as caught:
-        cluster.call(fails)
+        cluster.call(fail_on_rank_2)
     assert caught.value.rank == 2
     check_usable(cluster)
 
@@ -107,18 +107,18 @@ def test_what_ranks_hold_outlives_a_failure(cluster: Cluster):
     training.close()
 
 
-def test_ranks_that_all_wait_for_each_other_are_told_at_once(cluster: Cluster):
-    def one_is_missing(host):
+def test_ranks_that_all_wait_for_each_other_are_reported_at_once(cluster: Cluster):
+    def gather_without_rank_0(host):
         if host.world.rank:
             host.world.all_gather(None)
 
     with pytest.raises(RankError, match=r"ranks \[1, 2, 3\] all wait for each other"):
-        cluster.call(one_is_missing)
+        cluster.call(gather_without_rank_0)
     check_usable(cluster)
 
 
 def test_an_interrupt_releases_those_that_wait_and_those_that_have_not_begun(cluster: Cluster, tmp_path):
-    def notes(host, folder):
+    def mark_and_wait(host, folder):
         (folder / str(host.world.rank)).touch()
         until_s = time.monotonic() + 1.2
         while host.world.rank == 1 and time.monotonic() < until_s:
@@ -128,22 +128,22 @@ def test_an_interrupt_releases_those_that_wait_and_those_that_have_not_begun(clu
 
     Timer(0.4, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
-        cluster.call(notes, tmp_path)
+        cluster.call(mark_and_wait, tmp_path)
     check_usable(cluster)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(cluster: Cluster):
+def test_an_error_without_a_text_ends_neither_the_others_nor_the_thread(cluster: Cluster):
     class SilentError(Exception):
         def __str__(self) -> str:
             raise ValueError("it has no words")
 
-    def fails(host):
+    def fail_silently(host):
         if host.world.rank == 1:
             raise SilentError
 
     with pytest.raises(RankError, match=r"Rank 1: SilentError: \(it has no text: its __str__ raised ValueError\)"):
-        cluster.call(fails)
+        cluster.call(fail_silently)
     check_usable(cluster)
 
 
@@ -151,11 +151,11 @@ def test_what_was_asked_of_some_ranks_alone_is_released():
     from mpi4dl_nb.engines.server.notebook_imports import pack
 
     with Cluster(2, backend="in_turn") as two:
-        asked = two._ranks.submit(0, pack((meet, ())), pack(()))
+        asked = two._ranks.submit(0, pack((gather_ranks, ())), pack(()))
         two._ranks.interrupt()
         assert "had not begun" in str(asked.exception(timeout=5))
         two._ranks._relay.worlds[0]._mail.clear()
-        assert two.call(meet) == [[0, 1]] * 2
+        assert two.call(gather_ranks) == [[0, 1]] * 2
 
 
 @pytest.mark.nightly
@@ -220,7 +220,7 @@ print(*losses)
 """
 
 
-def bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BOUNDED, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
@@ -229,22 +229,22 @@ def bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's bound")
 def test_an_image_trains_that_does_not_fit_at_once():
     """Of some 700 MB of activations a rank in turn holds its own eighth, and of that no more than it computes with."""
-    in_turn = bounded("in_turn", "away", 200, 768)
+    in_turn = run_bounded("in_turn", "away", 200, 768)
     assert in_turn.returncode == 0, in_turn.stderr
-    at_once = bounded("loopback", "", 200, 768)
+    at_once = run_bounded("loopback", "", 200, 768)
     assert at_once.returncode != 0
-    unbounded = bounded("loopback", "", 20_000, 768)
+    unbounded = run_bounded("loopback", "", 20_000, 768)
     assert [float(loss) for loss in in_turn.stdout.split()] == pytest.approx(
         [float(loss) for loss in unbounded.stdout.split()], rel=1e-4
     )
 
 
-def test_the_disk_that_is_full_is_told(cluster: Cluster, monkeypatch):
-    def full(*_: object) -> None:
+def test_the_disk_that_is_full_is_reported(cluster: Cluster, monkeypatch):
+    def refuse_to_store(*_: object) -> None:
         raise RankError("/tmp is full: 1 MB more are to be stored.")
 
     training = Training(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)),
                         Plan(split_size=1, offload_activations=True), cluster, (1, 3, 64, 64))  # fmt: skip
-    monkeypatch.setattr(OffloadStore, "put", full)
+    monkeypatch.setattr(OffloadStore, "put", refuse_to_store)
     with pytest.raises(RankError, match="is full"):
         training.step(torch.randn(1, 3, 64, 64), torch.zeros(1, 64, 64, dtype=torch.int64))

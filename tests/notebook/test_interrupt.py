@@ -50,18 +50,18 @@ class Kernel:
             time.sleep(stop_s)
             self.manager.interrupt_kernel()
         pressed_s = time.monotonic()
-        reply = self._reply(message, timeout_s)
+        reply = self._read_reply(message, timeout_s)
         took_s = time.monotonic() - pressed_s
-        said = reply["ename"] if reply["status"] == "error" else "".join(self._printed(message))
+        said = reply["ename"] if reply["status"] == "error" else "".join(self._read_printed(message))
         return said.strip(), took_s
 
-    def _reply(self, message: str, timeout_s: float) -> dict[str, str]:
+    def _read_reply(self, message: str, timeout_s: float) -> dict[str, str]:
         while True:
             reply = self.client.get_shell_msg(timeout=timeout_s)
             if reply["parent_header"].get("msg_id") == message:
                 return reply["content"]
 
-    def _printed(self, message: str) -> Iterator[str]:
+    def _read_printed(self, message: str) -> Iterator[str]:
         while True:
             try:
                 heard = self.client.get_iopub_msg(timeout=2)

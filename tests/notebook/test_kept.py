@@ -16,7 +16,7 @@ import pytest
 from mpi4dl_nb.__main__ import main
 from mpi4dl_nb.launch import reaper_process
 from mpi4dl_nb.launch.run_directory import remove_stale_clusters
-from tests.notebook.test_orphans import GONE_S, ROOT, within
+from tests.notebook.test_orphans import GONE_S, ROOT, wait_within
 
 MODEL = """
 import os, pathlib, sys, time
@@ -44,7 +44,7 @@ def begin(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str]
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "mpi4dl_nb", "-n", "2", *VERIFY, "--model", "slow_model:net"]
         begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        assert within(60, lambda: len(list((tmp_path / "told").iterdir())) == 2), begun[-1].poll()
+        assert wait_within(60, lambda: len(list((tmp_path / "told").iterdir())) == 2), begun[-1].poll()
         return begun[-1]
 
     yield start
@@ -55,13 +55,13 @@ def begin(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str]
         process.stderr.close()
 
 
-def folders(tmp_path: Path) -> list[Path]:
+def list_folders(tmp_path: Path) -> list[Path]:
     """Of what was started in a test: its files, what its ranks share, and its record."""
     homes = list((tmp_path / "tmp").glob("mpi4dl_nb-*"))
     return [*homes, *(Path("/dev/shm", home.name) for home in homes), *tmp_path.glob("runtime/mpi4dl_nb/*")]
 
 
-def gone(paths: list[Path], family: list[psutil.Process]) -> bool:
+def is_gone(paths: list[Path], family: list[psutil.Process]) -> bool:
     return not any(path.exists() for path in paths) and not any(map(reaper_process.is_running, family))
 
 
@@ -69,7 +69,7 @@ def gone(paths: list[Path], family: list[psutil.Process]) -> bool:
 @pytest.mark.parametrize("who", ["mpiexec", "keeper"])
 def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     keeper = begin()
-    paths, family = folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
+    paths, family = list_folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
     assert len([path for path in paths if path.exists()]) == 3
     assert list(paths[1].glob("sm_segment.*"))
     assert len(family) == 3
@@ -77,38 +77,38 @@ def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     keeper.wait(GONE_S)
     assert keeper.returncode == -signal.SIGKILL
     if who == "mpiexec":
-        assert gone(paths, family)
+        assert is_gone(paths, family)
         return
-    assert within(GONE_S, lambda: not any(map(reaper_process.is_running, family)))
+    assert wait_within(GONE_S, lambda: not any(map(reaper_process.is_running, family)))
     assert remove_stale_clusters() == [paths[0].name]
-    assert gone(paths, family)
+    assert is_gone(paths, family)
 
 
 @pytest.mark.nightly
 def test_what_even_the_keeper_did_not_survive_is_ended_by_the_next_start(begin, tmp_path):
     keeper = begin()
-    paths, family = folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
+    paths, family = list_folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
     assert remove_stale_clusters() == []  # it runs
     family[0].suspend()  # it can't hear that it is to end
     keeper.kill()
     keeper.wait()
     time.sleep(0.5)
-    assert not gone(paths, family)
+    assert not is_gone(paths, family)
     assert remove_stale_clusters() == [paths[0].name]
-    assert within(GONE_S, lambda: gone(paths, family))
+    assert wait_within(GONE_S, lambda: is_gone(paths, family))
 
 
 @pytest.mark.nightly
 def test_a_signal_is_passed_on(begin, tmp_path):
     keeper = begin()
-    paths, family = folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
+    paths, family = list_folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
     keeper.send_signal(signal.SIGINT)
     keeper.wait(30)
     assert keeper.returncode != 0
-    assert gone(paths, family)
+    assert is_gone(paths, family)
 
 
-def test_it_ends_where_nobody_is_told_of_children():
+def test_it_ends_where_nobody_is_informed_of_children():
     """As whoever has started it may have left it."""
     keep = [
         sys.executable,
@@ -121,11 +121,11 @@ def test_it_ends_where_nobody_is_told_of_children():
         "-c",
         "exit(3)",
     ]
-    done = subprocess.run(keep, preexec_fn=_deaf, timeout=20, check=False)
+    done = subprocess.run(keep, preexec_fn=_set_sigchld_ignored, timeout=20, check=False)
     assert done.returncode == 3
 
 
-def _deaf() -> None:
+def _set_sigchld_ignored() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
@@ -148,7 +148,7 @@ def test_it_ends_as_the_launcher_does_and_leaves_nothing(tmp_path, monkeypatch):
         (("--tiles", "4"), "PlanError: Unrecognized arguments: --tiles"),
     ],
 )
-def test_wrong_flags_are_told_in_one_line(arguments, says, capsys):
+def test_wrong_flags_are_reported_in_one_line(arguments, says, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     told = capsys.readouterr()
@@ -157,7 +157,7 @@ def test_wrong_flags_are_told_in_one_line(arguments, says, capsys):
     assert line.startswith(says)
 
 
-def test_in_a_folder_that_was_deleted_that_is_told(tmp_path):
+def test_in_a_folder_that_was_deleted_that_is_said(tmp_path):
     code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     (tmp_path / "gone").mkdir()
     command = [sys.executable, "-c", code, "-m", "mpi4dl_nb", "verify"]

@@ -40,34 +40,34 @@ def home(cluster) -> Path:
     return cluster._ranks._place.home
 
 
-def family(home: Path) -> list[psutil.Process]:
+def list_family(home: Path) -> list[psutil.Process]:
     return list(reaper_process._find_marked(home.name))
 
 
-def listeners(home: Path) -> set[tuple[str, str, int]]:
+def list_listeners(home: Path) -> set[tuple[str, str, int]]:
     """(program, address, port) of all that its processes listen on."""
     return {
         (process.name(), each.laddr.ip, each.laddr.port)
-        for process in family(home)
+        for process in list_family(home)
         for each in process.net_connections("inet")
         if each.status == psutil.CONN_LISTEN
     }
 
 
-def own_ports(home: Path) -> list[int]:
+def list_own_ports(home: Path) -> list[int]:
     """Those of the controller, the engines and their nannies."""
-    return sorted(port for program, address, port in listeners(home) if program != "prterun")
+    return sorted(port for program, address, port in list_listeners(home) if program != "prterun")
 
 
-def connection(home: Path, kind: str = "client") -> dict:
+def read_connection(home: Path, kind: str = "client") -> dict:
     (file,) = home.glob(f"security/*-{kind}.json")
     return json.loads(file.read_text())
 
 
 @pytest.mark.nightly
 def test_only_the_ports_of_mpiexec_are_open_to_other_machines(home):
-    found = listeners(home)
-    assert len(own_ports(home)) > 15
+    found = list_listeners(home)
+    assert len(list_own_ports(home)) > 15
     beyond = [each for each in found if each[1] not in ("127.0.0.1", "::1")]
     assert {program for program, _, _ in beyond} <= {"prterun"}
     assert sorted(address for _, address, _ in beyond) in (["0.0.0.0", "::"], ["0.0.0.0"])  # without IPv6
@@ -89,7 +89,7 @@ class Intruder:
         self._events = self.socket.get_monitor_socket()
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
-    def say(self, *frames: bytes) -> None:
+    def send(self, *frames: bytes) -> None:
         if self.socket.type != zmq.SUB:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -101,64 +101,66 @@ class Intruder:
         return zmq.EVENT_HANDSHAKE_SUCCEEDED in events
 
     @property
-    def heard(self) -> bool:
+    def has_answer(self) -> bool:
         return bool(self.socket.poll(0))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self.socket.disable_monitor()
         self._events.close()
         self.socket.close()
 
 
-def well_formed(kind: str, content: dict, key: bytes) -> list[bytes]:
+def serialize_message(kind: str, content: dict, key: bytes) -> list[bytes]:
     """A message as ipyparallel's own client would send it, signed with a key."""
     session = Session(key=key)
     return session.serialize(session.msg(kind, content))
 
 
-def intrude(cluster: Cluster, ports: list[int], key: bytes | None, trap: Path) -> tuple[int, int]:
+def try_to_intrude(cluster: Cluster, ports: list[int], key: bytes | None, trap: Path) -> tuple[int, int]:
     """Ask for the connection and for the execution of code, at every port, and listen; (let in, answered)."""
     (engine,) = {cluster._ranks._client._engines[0]}
     code = {"code": f"open({str(trap)!r}, 'w')", "silent": False, "user_expressions": {}}
     messages = [
-        well_formed("connection_request", {}, b""),
-        [engine.encode(), *well_formed("execute_request", code, b"")],
-        [engine.encode(), *well_formed("execute_request", code, b"a wrong key")],
-        well_formed("execute_request", code, b""),
+        serialize_message("connection_request", {}, b""),
+        [engine.encode(), *serialize_message("execute_request", code, b"")],
+        [engine.encode(), *serialize_message("execute_request", code, b"a wrong key")],
+        serialize_message("execute_request", code, b""),
     ]
     with zmq.Context() as context:
         intruders = [Intruder(context, kind, port, key) for port in ports for kind in (zmq.DEALER, zmq.SUB)]
         for intruder in intruders:
             for message in messages:
-                intruder.say(*message)
+                intruder.send(*message)
         until_s = time.monotonic() + WAIT_S
         while time.monotonic() < until_s:
             cluster.call(lambda host: print("a secret", flush=True))
         try:
-            return sum(each.was_let_in for each in intruders), sum(each.heard for each in intruders)
+            return sum(each.was_let_in for each in intruders), sum(each.has_answer for each in intruders)
         finally:
             for intruder in intruders:
-                intruder.leave()
+                intruder.close()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0]], ids=["no key", "a key of one's own"])
 def test_who_lacks_the_key_is_not_let_in_at_any_port(cluster, home, key, tmp_path):
-    assert intrude(cluster, own_ports(home), key, tmp_path / "trap") == (0, 0)
+    assert try_to_intrude(cluster, list_own_ports(home), key, tmp_path / "trap") == (0, 0)
     assert not (tmp_path / "trap").exists()
     assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
 
 
 def test_with_the_key_the_same_attempt_is_let_in_and_answered(cluster, home, tmp_path):
     """Or the tests above would show nothing."""
-    known = connection(home)
-    let_in, answered = intrude(cluster, [known["registration"]], known["curve_serverkey"].encode(), tmp_path / "trap")
+    known = read_connection(home)
+    let_in, answered = try_to_intrude(
+        cluster, [known["registration"]], known["curve_serverkey"].encode(), tmp_path / "trap"
+    )
     assert (let_in, answered) == (1, 1)  # the registrar answers requests, and has nothing for those who listen
 
 
 def test_noise_at_every_port_breaks_nothing(cluster, home):
     unanswered = set()
-    for program, address, port in listeners(home):
+    for program, address, port in list_listeners(home):
         family, to = (socket.AF_INET6, "::1") if ":" in address else (socket.AF_INET, "127.0.0.1")
         with socket.socket(family) as noise:
             noise.settimeout(1)
@@ -178,8 +180,8 @@ def test_the_key_is_in_files_that_nobody_else_may_read_and_in_no_command_line(ho
     assert len(files) == 2
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (home, home / "security")} == {0o700}
-    key = connection(home)["curve_serverkey"]
-    assert not any(key in word for process in family(home) for word in process.cmdline())
+    key = read_connection(home)["curve_serverkey"]
+    assert not any(key in word for process in list_family(home) for word in process.cmdline())
 
 
 AS_NOBODY = """if True:
@@ -197,7 +199,7 @@ AS_NOBODY = """if True:
 def test_another_user_can_read_neither_the_key_nor_the_folders(cluster, home):
     place, paths = cluster._ranks._place, [home, home / "security", *home.glob("security/*"), *home.glob("log/*")]
     paths += [place.memory, *place.memory.iterdir()]
-    paths += [Path(f"/proc/{process.pid}/environ") for process in family(home)]  # where mpiexec passes it on
+    paths += [Path(f"/proc/{process.pid}/environ") for process in list_family(home)]  # where mpiexec passes it on
     paths += list(Path(os.environ.get("XDG_RUNTIME_DIR", Path.home() / ".cache"), "mpi4dl_nb").glob("*.json"))
     command = [sys.executable, "-S", "-c", AS_NOBODY.format(nobody=NOBODY), *map(str, paths), "/etc/passwd"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -22,12 +22,12 @@ MASKS = torch.ones(4, 1, 8, 12, dtype=torch.float64)
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def pixels() -> nn.Module:
+def make_pixel_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Conv2d(3, 1, 3, padding=1).double()
 
 
-def one_logit() -> nn.Module:
+def make_one_logit_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)).double()
 
@@ -40,7 +40,7 @@ def two():
 
 @pytest.mark.parametrize("labels", [MASKS, 0 * MASKS, TensorSpec((4, 1, 8, 12), "double")])
 def test_an_example_tensor_says_shape_and_type_of_labels(two, labels: object):
-    loss, plain = nn.BCEWithLogitsLoss(), pixels()
+    loss, plain = nn.BCEWithLogitsLoss(), make_pixel_net()
     training = Training(copy.deepcopy(plain), PLAN, two, SHAPE, loss, SGD, labels=labels)
     assert training.recipe.graph.inputs["labels"] == TensorSpec((4, 1, 8, 12), "float64")
     torch.manual_seed(1)
@@ -59,7 +59,7 @@ def test_an_example_tensor_says_shape_and_type_of_labels(two, labels: object):
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], (4, 1, 8, 12), "float32", TensorSpec((4,), "number")])
 def test_labels_that_are_no_tensor_are_refused(two, labels: object):
     with pytest.raises(ImageError, match=r"must be an example tensor of the labels of one batch"):
-        Training(pixels(), PLAN, two, SHAPE, nn.BCEWithLogitsLoss(), labels=labels)
+        Training(make_pixel_net(), PLAN, two, SHAPE, nn.BCEWithLogitsLoss(), labels=labels)
 
 
 class OneHot(nn.Module):
@@ -74,14 +74,14 @@ class OneHot(nn.Module):
 @pytest.mark.parametrize(
     ("model", "loss", "shape", "error"),
     [
-        (one_logit, nn.BCEWithLogitsLoss(), r"\(4,\)", "ValueError: Target size"),
-        (pixels, nn.BCEWithLogitsLoss(), r"\(4, 8, 12\)", "ValueError: Target size"),
-        (pixels, OneHot(), r"\(4, 8, 12\)", "AssertionError: labels should have 4 axes, got 3"),
-        (pixels, lambda answer, labels: (answer @ labels).mean(), r"\(4, 8, 12\)", "RuntimeError: "),
+        (make_one_logit_net, nn.BCEWithLogitsLoss(), r"\(4,\)", "ValueError: Target size"),
+        (make_pixel_net, nn.BCEWithLogitsLoss(), r"\(4, 8, 12\)", "ValueError: Target size"),
+        (make_pixel_net, OneHot(), r"\(4, 8, 12\)", "AssertionError: labels should have 4 axes, got 3"),
+        (make_pixel_net, lambda answer, labels: (answer @ labels).mean(), r"\(4, 8, 12\)", "RuntimeError: "),
     ],
     ids=["one logit", "masks", "one-hot", "a function"],
 )
-def test_a_loss_that_does_not_take_the_labels_is_told_which_and_how_to_mend_it(two, model, loss, shape, error):
+def test_for_a_loss_that_does_not_take_the_labels_the_error_names_both_mends(two, model, loss, shape, error):
     with pytest.raises(TraceError) as caught:
         Training(model(), PLAN, two, SHAPE, loss)
     said = str(caught.value)
@@ -91,7 +91,7 @@ def test_a_loss_that_does_not_take_the_labels_is_told_which_and_how_to_mend_it(t
 
 
 def test_both_mends_that_are_named_train(two):
-    loss, made = nn.BCEWithLogitsLoss(), pixels()
+    loss, made = nn.BCEWithLogitsLoss(), make_pixel_net()
     images, masks = torch.randn(SHAPE, dtype=torch.float64), torch.arange(4 * 96).view(4, 8, 12) % 2
     first = Training(made, PLAN, two, SHAPE, loss, labels=MASKS)
     other = Training(made, PLAN, two, SHAPE, lambda p, y: loss(p, y[:, None].to(p.dtype)))

@@ -57,12 +57,12 @@ class Net(nn.Module):
         return self.head(self.second(self.first(x)))
 
 
-def net(drop: float = 0.0) -> nn.Module:
+def make_net(drop: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
     return Net(drop).double()
 
 
-def plainly(model: nn.Module, steps: Sequence[Batch], micro_batches: int = 1) -> list[float]:
+def train_plainly(model: nn.Module, steps: Sequence[Batch], micro_batches: int = 1) -> list[float]:
     """A loop in PyTorch, as anyone would write it: the mean loss of each step, the model trained in place."""
     optimiser = SGD(model.parameters())
     scheduler = SLOWER(optimiser)
@@ -81,24 +81,24 @@ def plainly(model: nn.Module, steps: Sequence[Batch], micro_batches: int = 1) ->
     return losses
 
 
-def batches(images: SyntheticImages, size: int, epochs: int, drop_last: bool = False) -> list[Batch]:
+def list_batches(images: SyntheticImages, size: int, epochs: int, drop_last: bool = False) -> list[Batch]:
     """The steps of some epochs, in the order of seed 0."""
     whole, found = Tile.whole(*SIZE), []
     for epoch in range(epochs):
         order = shuffle_indices(len(images), 0, epoch)
-        for numbers in _batched(order, size):
+        for numbers in _split_order(order, size):
             if len(numbers) == size or not drop_last:
                 pixels = torch.stack([images.part(number, whole) for number in numbers]).double()
                 found.append((pixels, torch.tensor([images.label(number) for number in numbers])))
     return found
 
 
-def _batched(order: Sequence[int], size: int) -> list[Sequence[int]]:
+def _split_order(order: Sequence[int], size: int) -> list[Sequence[int]]:
     return [order[first : first + size] for first in range(0, len(order), size)]
 
 
-def training(plan: Plan, cluster: Cluster, model: nn.Module | None = None) -> Training:
-    return Training(model or net(), plan, cluster, SHAPE, optimiser=SGD, scheduler=SLOWER)
+def make_training(plan: Plan, cluster: Cluster, model: nn.Module | None = None) -> Training:
+    return Training(model or make_net(), plan, cluster, SHAPE, optimiser=SGD, scheduler=SLOWER)
 
 
 def assert_same(found: Training, losses: Sequence[float], model: nn.Module, expected: Sequence[float]) -> None:
@@ -125,10 +125,10 @@ ONE = FLOAT64(split_size=1, spatial_size=0)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_images_that_are_left_over(plan: Plan, drop_last: bool):
     full, rest = N * plan.batches, plan.micro_batches * plan.local_dp
-    images, model = SyntheticImages(full + rest, SIZE, CLASSES), net()
-    expected = plainly(model, batches(images, full, 2, drop_last), plan.micro_batches)
+    images, model = SyntheticImages(full + rest, SIZE, CLASSES), make_net()
+    expected = train_plainly(model, list_batches(images, full, 2, drop_last), plan.micro_batches)
     with Cluster(plan.ranks, backend="loopback") as cluster:
-        found = training(plan, cluster)
+        found = make_training(plan, cluster)
         history = found.fit(images, epochs=2, progress=False, drop_last=drop_last)
         assert_same(found, history.losses, model, expected)
     used = full if drop_last else full + rest
@@ -137,14 +137,14 @@ def test_images_that_are_left_over(plan: Plan, drop_last: bool):
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_images(cluster):
-    history = training(ONE, cluster).fit(SyntheticImages(N + 1, SIZE, CLASSES), progress=False)
+    history = make_training(ONE, cluster).fit(SyntheticImages(N + 1, SIZE, CLASSES), progress=False)
     first, last = history.losses
     assert history.epochs[0].loss == pytest.approx((N * first + last) / (N + 1), rel=1e-14)
     assert history.epochs[0].loss != pytest.approx((first + last) / 2, rel=1e-6)
 
 
 def test_fewer_steps_than_an_epoch_has_leave_nothing_over(cluster):
-    history = training(ONE, cluster).fit(SyntheticImages(2 * N + 1, SIZE, CLASSES), progress=False, steps=2)
+    history = make_training(ONE, cluster).fit(SyntheticImages(2 * N + 1, SIZE, CLASSES), progress=False, steps=2)
     assert [epoch.images for epoch in history.epochs] == [2 * N]
 
 
@@ -168,12 +168,12 @@ def test_bad_images_make_the_last_step_smaller(workers: int):
     plan, count = PLANS["a pipeline"], 2 * N
     order = shuffle_indices(count, 0, 0)
     bad = (order[5], order[7])
-    images, model, whole = Bad(count, bad), net(), SyntheticImages(count, SIZE, CLASSES)
-    first, second = batches(whole, N, 1)
+    images, model, whole = Bad(count, bad), make_net(), SyntheticImages(count, SIZE, CLASSES)
+    first, second = list_batches(whole, N, 1)
     good = [0, 2]  # of the second step
-    expected = plainly(model, [first, (second[0][good], second[1][good])], plan.micro_batches)
+    expected = train_plainly(model, [first, (second[0][good], second[1][good])], plan.micro_batches)
     with Cluster(plan.ranks, backend="loopback") as cluster:
-        found = training(plan, cluster)
+        found = make_training(plan, cluster)
         history = found.fit(images, progress=False, on_bad_image="skip", workers=workers)
         assert_same(found, history.losses, model, expected)
     assert len(history.left_out) == 2
@@ -184,14 +184,14 @@ def test_bad_images_may_leave_some_that_the_plan_cannot_divide():
     plan, count = PLANS["a pipeline"], 2 * N
     bad = shuffle_indices(count, 0, 0)[-1:]
     with Cluster(plan.ranks, backend="loopback") as cluster:
-        history = training(plan, cluster).fit(Bad(count, bad), progress=False, on_bad_image="skip")
+        history = make_training(plan, cluster).fit(Bad(count, bad), progress=False, on_bad_image="skip")
     assert (history.epochs[0].steps, history.epochs[0].images) == (2, N + 2)
 
 
 # ---- batches
 
 
-def loader(count: int, size: int = N, **more: object) -> DataLoader:
+def make_loader(count: int, size: int = N, **more: object) -> DataLoader:
     random = torch.Generator().manual_seed(1)
     pixels = torch.randn((count, 3, *SIZE), generator=random, dtype=torch.float64)
     return DataLoader(TensorDataset(pixels, torch.randint(CLASSES, (count,), generator=random)), size, **more)
@@ -201,29 +201,29 @@ def loader(count: int, size: int = N, **more: object) -> DataLoader:
 @pytest.mark.parametrize("kind", ["loader", "list", "generator", "endless"])
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 def test_a_smaller_batch(cluster, kind: str, drop_last: bool):
-    data, model, more = list(loader(2 * N + 3)), net(), {}
+    data, model, more = list(make_loader(2 * N + 3)), make_net(), {}
     kept = data[:2] if drop_last else data
     if kind == "endless":
         more, kept = {"steps": 4}, list(itertools.islice(itertools.cycle(kept), 8))
     else:
         kept = kept * 2
-    expected = plainly(model, kept)
+    expected = train_plainly(model, kept)
     makes = {
-        "loader": lambda: loader(2 * N + 3), "list": lambda: data,
+        "loader": lambda: make_loader(2 * N + 3), "list": lambda: data,
         "generator": lambda: iter(data), "endless": lambda: itertools.cycle(data),
     }  # fmt: skip
-    found = training(ONE, cluster)
+    found = make_training(ONE, cluster)
     history = found.fit(makes[kind](), epochs=2, progress=False, drop_last=drop_last, **more)
     assert_same(found, history.losses, model, expected)
     assert sum(epoch.images for epoch in history.epochs) == sum(len(images) for images, _ in kept)
 
 
 def test_batches_are_drawn_one_by_one_and_not_kept(cluster):
-    alive, found, most = weakref.WeakSet[Tensor](), training(ONE, cluster), 0
+    alive, found, most = weakref.WeakSet[Tensor](), make_training(ONE, cluster), 0
 
-    def drawn() -> Iterator[Batch]:
+    def draw_batches() -> Iterator[Batch]:
         nonlocal most
-        for images, labels in itertools.cycle(loader(N)):
+        for images, labels in itertools.cycle(make_loader(N)):
             own = images.clone()
             alive.add(own)
             assert found.steps >= count_drawn() - 1
@@ -235,16 +235,16 @@ def test_batches_are_drawn_one_by_one_and_not_kept(cluster):
     def count_drawn() -> int:
         return next(numbers)
 
-    history = found.fit(drawn(), epochs=3, progress=False, steps=4)
+    history = found.fit(draw_batches(), epochs=3, progress=False, steps=4)
     assert [epoch.steps for epoch in history.epochs] == [4, 4, 4]
     assert most <= 3
 
 
 def test_an_epoch_of_a_generator_goes_on_where_the_last_one_has_ended(cluster):
-    data = list(loader(5 * N))
-    model = net()
-    expected = plainly(model, data)
-    found = training(ONE, cluster)
+    data = list(make_loader(5 * N))
+    model = make_net()
+    expected = train_plainly(model, data)
+    found = make_training(ONE, cluster)
     with pytest.warns(UserWarning, match="The batches have ended after 3 epochs"):
         history = found.fit(iter(data), epochs=4, progress=False, steps=2)
     assert_same(found, history.losses, model, expected)
@@ -252,7 +252,7 @@ def test_an_epoch_of_a_generator_goes_on_where_the_last_one_has_ended(cluster):
 
 
 def test_steps_end_an_epoch_of_batches_too(cluster):
-    history = training(ONE, cluster).fit(list(loader(3 * N)), epochs=2, progress=False, steps=2)
+    history = make_training(ONE, cluster).fit(list(make_loader(3 * N)), epochs=2, progress=False, steps=2)
     assert [epoch.steps for epoch in history.epochs] == [2, 2]
 
 
@@ -260,13 +260,13 @@ class Stream(IterableDataset):
     """Images whose number nobody knows before they have come."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(loader(3 * N).dataset)
+        return iter(make_loader(3 * N).dataset)
 
 
 def test_a_stream_behind_a_loader_has_as_many_steps_as_asked_for(cluster):
     data = DataLoader(Stream(), batch_size=N)
-    assert len(training(ONE, cluster).fit(data, progress=False, steps=2).losses) == 2
-    assert len(training(ONE, cluster).fit(data, progress=False).losses) == 3
+    assert len(make_training(ONE, cluster).fit(data, progress=False, steps=2).losses) == 2
+    assert len(make_training(ONE, cluster).fit(data, progress=False).losses) == 3
 
 
 # ---- after a break
@@ -279,11 +279,11 @@ def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
     plan = PLANS[name]
     images = SyntheticImages(2 * N + 2, SIZE, CLASSES)
     with Cluster(plan.ranks, backend="loopback") as cluster:
-        whole = training(plan, cluster, net(0.3))
+        whole = make_training(plan, cluster, make_net(0.3))
         history = whole.fit(images, epochs=2, progress=False, save=tmp_path, save_every=1, keep=10)
         wanted = whole.state_dict()
         for done in range(1, 6):
-            found = training(plan, cluster, net(0.3))
+            found = make_training(plan, cluster, make_net(0.3))
             path = next(path for path in tmp_path.iterdir() if path.name.endswith(f"-step-{done}"))
             assert found.load(path) == done
             rest = found.fit(images, epochs=1 + (done < 3), progress=False)
@@ -318,9 +318,13 @@ def test_the_command_refuses_what_the_plan_cannot_divide(monkeypatch):
 @pytest.mark.parametrize("kind", ["images", "list", "loader"])
 def test_what_the_plan_cannot_divide_is_refused(kind: str):
     plan = PLANS["a pipeline"]
-    data = {"images": SyntheticImages(N + 3, SIZE, CLASSES), "list": list(loader(N + 3)), "loader": loader(N + 3)}
+    data = {
+        "images": SyntheticImages(N + 3, SIZE, CLASSES),
+        "list": list(make_loader(N + 3)),
+        "loader": make_loader(N + 3),
+    }
     with Cluster(plan.ranks, backend="loopback") as cluster:
-        found = training(plan, cluster)
+        found = make_training(plan, cluster)
         text = (
             r"The last step of an epoch has 3 images, for a step takes 4. This plan divides a step's images by 2 "
             r"\(parts=2\), which 3 is no multiple of. Leave them out .*drop_last=True.*, give 1 images less or 1 more"
@@ -333,7 +337,7 @@ def test_what_the_plan_cannot_divide_is_refused(kind: str):
 
 def test_a_model_that_cannot_take_so_few_is_refused(cluster):
     model = nn.Sequential(nn.Conv2d(3, 4, SIZE), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, CLASSES))
-    found = training(ONE, cluster, model)
+    found = make_training(ONE, cluster, model)
     with pytest.raises(TraceError, match=r"has 1 images.*drop_last=True.*Expected more than 1 value per channel"):
         found.fit(SyntheticImages(N + 1, SIZE, CLASSES), progress=False)
     assert found.steps == 0
@@ -344,10 +348,10 @@ def test_a_model_that_cannot_take_so_few_is_refused(cluster):
     ("data", "text"),
     [
         ([], "no batch"),
-        (lambda: list(loader(N, 2)), r"images have shape \(2, 3, 8, 10\) but the training"),
-        (lambda: loader(N, 2), r"images have shape \(2, 3, 8, 10\)"),
-        (lambda: iter(loader(N, 2)), r"images have shape \(2, 3, 8, 10\)"),
-        (lambda: [*loader(N), *loader(5, 5)], "Batch 1 has 5 images, but a step takes 4"),
+        (lambda: list(make_loader(N, 2)), r"images have shape \(2, 3, 8, 10\) but the training"),
+        (lambda: make_loader(N, 2), r"images have shape \(2, 3, 8, 10\)"),
+        (lambda: iter(make_loader(N, 2)), r"images have shape \(2, 3, 8, 10\)"),
+        (lambda: [*make_loader(N), *make_loader(5, 5)], "Batch 1 has 5 images, but a step takes 4"),
         ([torch.zeros(SHAPE)], r"A batch must be a pair \(images, labels\)"),
         ([(torch.zeros(SHAPE), torch.zeros(N).long(), 1)], r"A batch must be a pair \(images, labels\)"),
     ],
@@ -355,7 +359,7 @@ def test_a_model_that_cannot_take_so_few_is_refused(cluster):
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_batches_of_another_size(cluster, data, text: str, drop_last: bool):
     """A plan of several batches is not to train on one of them, as if it were the last of an epoch."""
-    found = training(ONE, cluster)
+    found = make_training(ONE, cluster)
     with pytest.raises(ImageError, match=text):
         found.fit(data() if callable(data) else data, progress=False, drop_last=drop_last)
     assert found.steps == 0
@@ -363,17 +367,17 @@ def test_batches_of_another_size(cluster, data, text: str, drop_last: bool):
 
 def test_a_step_by_hand_takes_full_batches_only(cluster):
     with pytest.raises(ImageError, match=r"images have shape \(3, 3, 8, 10\)"):
-        training(ONE, cluster).step(torch.zeros(3, 3, *SIZE), torch.zeros(3).long())
+        make_training(ONE, cluster).step(torch.zeros(3, 3, *SIZE), torch.zeros(3).long())
 
 
 def test_an_iterator_cannot_go_back_to_a_checkpoint(cluster, tmp_path: Path):
     with pytest.raises(PlanError, match="an iterator gives each of them once"):
-        training(ONE, cluster).fit(iter(loader(N)), steps=1, on_failure="heal", save=tmp_path)
+        make_training(ONE, cluster).fit(iter(make_loader(N)), steps=1, on_failure="heal", save=tmp_path)
 
 
 def test_drop_last_is_true_or_false(cluster):
     with pytest.raises(PlanError, match="drop_last='no' must be True or False"):
-        training(ONE, cluster).fit(loader(N), drop_last="no")
+        make_training(ONE, cluster).fit(make_loader(N), drop_last="no")
 
 
 def test_ranks_hold_the_same_weights_in_a_smaller_step():
@@ -382,7 +386,7 @@ def test_ranks_hold_the_same_weights_in_a_smaller_step():
     from mpi4dl_nb.engines.train.train_loop import make_smaller_recipe
 
     plan = Plan(split_size=2, spatial_size=0)
-    model = copy.deepcopy(net())
+    model = copy.deepcopy(make_net())
     made = prepare(model, plan, (64, 3, *SIZE))
     found = make_smaller_recipe(made, TraceCache(model, (64, 3, *SIZE), nn.CrossEntropyLoss()), 1)
     assert isinstance(found.plan.balance, tuple)
@@ -399,18 +403,18 @@ def test_images_that_are_normed_by_their_neighbours_are_not_predicted_beside_cop
         nn.Conv2d(3, CLASSES, 3), nn.BatchNorm2d(CLASSES, track_running_stats=False), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(),
     ).double()  # fmt: skip
-    found, images = training(ONE, cluster, model), torch.randn(SHAPE, dtype=torch.float64)
+    found, images = make_training(ONE, cluster, model), torch.randn(SHAPE, dtype=torch.float64)
     torch.testing.assert_close(found.predict(images), model.eval()(images), rtol=1e-10, atol=1e-12)
     with pytest.raises(ImageError, match="a prediction of 3 images is exact only in one micro-batch, of 4 images"):
         found.predict(images[:3])
     with pytest.raises(ImageError, match="5 held-out images are no multiple of a step's 4"):
-        found.fit(loader(N), progress=False, held_out=SyntheticImages(N + 1, SIZE, CLASSES))
-    assert found.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES)).epochs[0].held_out
+        found.fit(make_loader(N), progress=False, held_out=SyntheticImages(N + 1, SIZE, CLASSES))
+    assert found.fit(make_loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES)).epochs[0].held_out
     with pytest.raises(ImageError, match="3 held-out images are no multiple of a step's 4"):
-        found.fit(loader(N), progress=False, held_out=Bad(N, [1]), on_bad_image="skip")
-    cut = training(FLOAT64(split_size=1, spatial_size=0, parts=2), cluster, model)
+        found.fit(make_loader(N), progress=False, held_out=Bad(N, [1]), on_bad_image="skip")
+    cut = make_training(FLOAT64(split_size=1, spatial_size=0, parts=2), cluster, model)
     with pytest.raises(ImageError, match="A step is computed in 2 micro-batches"):
-        cut.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES))
+        cut.fit(make_loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES))
 
 
 @pytest.mark.nightly

@@ -70,14 +70,14 @@ class Annealed:
     def __init__(self) -> None:
         factor = 1.0
 
-        def loss(p: Tensor, y: Tensor) -> Tensor:
+        def compute_loss(p: Tensor, y: Tensor) -> Tensor:
             return factor * functional.cross_entropy(p, y)
 
-        def change() -> None:
+        def set_factor() -> None:
             nonlocal factor
             factor = 0.1
 
-        self.loss, self.change = loss, change
+        self.loss, self.change = compute_loss, set_factor
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def make_training(cluster: Cluster) -> Training:
     return Training(model, Plan(split_size=2, spatial_size=0), cluster, IMAGES.shape)
 
 
-def follow_note(error: Exception, training: Training) -> int:
+def execute_note(error: Exception, training: Training) -> int:
     """Execute the call that the last note of an error gives."""
     call = error.__notes__[-1].partition(": ")[2]
     return eval(call, {"training": training})
@@ -45,7 +45,7 @@ def test_a_training_that_was_closed_is_loaded_by_the_call_of_the_error(tmp_path,
         training.close()
         with pytest.raises(LostTrainingError, match="do not hold this training any more") as caught:
             ask()
-        assert follow_note(caught.value, training) == 1
+        assert execute_note(caught.value, training) == 1
         ask()
 
 
@@ -72,5 +72,5 @@ def test_after_the_death_of_a_rank_the_error_gives_the_call(tmp_path: Path):
         cluster.heal()
         with pytest.raises(LostTrainingError) as caught:
             training.step(IMAGES, LABELS)
-        assert follow_note(caught.value, training) == 2
+        assert execute_note(caught.value, training) == 2
         assert training.step(IMAGES, LABELS) < history.losses[0]

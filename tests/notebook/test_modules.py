@@ -51,19 +51,19 @@ def write(folder: Path, name: str, text: str) -> None:
     importlib.invalidate_caches()
 
 
-def loaded(folder: Path, name: str, text: str):
+def load_module(folder: Path, name: str, text: str):
     write(folder, name, text)
     return importlib.import_module(name)
 
 
 def test_a_path_that_came_after_the_start_is_known(cluster, folder, capsys):
-    late = loaded(folder, "late_a", "def rate(host): return 0.1")
+    late = load_module(folder, "late_a", "def rate(host): return 0.1")
     assert cluster.call(late.rate) == [0.1] * N
     assert capsys.readouterr().err == ""
 
 
 def test_a_reload_reaches_the_ranks_and_is_said_once(cluster, folder, capsys):
-    edited = loaded(folder, "edited_a", "def rate(host): return 0.1\ndef other(host): return rate(host)")
+    edited = load_module(folder, "edited_a", "def rate(host): return 0.1\ndef other(host): return rate(host)")
     assert cluster.call(edited.rate) == [0.1] * N
     write(folder, "edited_a", "def rate(host): return 100.0\ndef other(host): return rate(host)")
     importlib.reload(edited)
@@ -73,41 +73,41 @@ def test_a_reload_reaches_the_ranks_and_is_said_once(cluster, folder, capsys):
 
 
 def test_what_a_cells_function_imports_is_loaded_again(cluster, folder):
-    def rate(host):
+    def read_rate(host):
         import edited_b
 
         return edited_b.RATE
 
-    edited = loaded(folder, "edited_b", "RATE = 0.1")
-    assert cluster.call(rate) == [0.1] * N
+    edited = load_module(folder, "edited_b", "RATE = 0.1")
+    assert cluster.call(read_rate) == [0.1] * N
     write(folder, "edited_b", "RATE = 100.0")
     importlib.reload(edited)
-    assert cluster.call(rate) == [100.0] * N
+    assert cluster.call(read_rate) == [100.0] * N
     write(folder, "edited_b", "RATE = 200.0")
     importlib.reload(edited)
-    assert cluster.call(rate) == [200.0] * N
+    assert cluster.call(read_rate) == [200.0] * N
 
 
 def test_a_file_that_was_changed_and_not_loaded_again_changes_nothing(cluster, folder):
     """As in the notebook itself. A rank that had never imported it would import the new file."""
-    edited = loaded(folder, "edited_c", "def rate(host): return 0.1")
+    edited = load_module(folder, "edited_c", "def rate(host): return 0.1")
     write(folder, "edited_c", "def rate(host): return 100.0")
     assert edited.rate(None) == 0.1
     assert cluster.call(edited.rate) == [0.1] * N
 
-    def imports(host):
+    def read_through_import(host):
         import edited_c
 
         return edited_c.rate(host)
 
     with pytest.raises(RankError, match=r"the file of edited_c has changed since the notebook imported it; reload it"):
-        cluster.call(imports)
+        cluster.call(read_through_import)
     importlib.reload(edited)
-    assert cluster.call(imports) == [100.0] * N
+    assert cluster.call(read_through_import) == [100.0] * N
 
 
 def test_a_constant_that_the_notebook_has_set_is_the_ranks(cluster, folder):
-    mine = loaded(folder, "constants_m", "FACTOR = 1.0\nNAMES = ['a']\ndef rate(host): return FACTOR, NAMES")
+    mine = load_module(folder, "constants_m", "FACTOR = 1.0\nNAMES = ['a']\ndef rate(host): return FACTOR, NAMES")
     assert cluster.call(mine.rate) == [(1.0, ["a"])] * N
     mine.FACTOR = 2.0
     mine.NAMES.append("b")
@@ -118,7 +118,7 @@ def test_a_constant_that_the_notebook_has_set_is_the_ranks(cluster, folder):
 def test_a_constant_of_any_assignment_that_the_notebook_has_set_is_the_ranks(cluster, folder, name):
     names = "H, W, HALF, PAIR, LAST"
     text = f"H, (W, _) = 64, (32, 0)\nHALF = PAIR = H // 2\nLAST: int = -W\ndef sides(host): return {names}"
-    mine = loaded(folder, f"sides_{name}", text)
+    mine = load_module(folder, f"sides_{name}", text)
     before = (64, 32, 32, 32, -32)
     assert cluster.call(mine.sides) == [before] * N
     setattr(mine, name, 1000)
@@ -154,14 +154,14 @@ def test_which_constants_of_a_file_are_followed(folder):
 
 
 def test_a_constant_that_cannot_be_compared_is_another(cluster, folder):
-    mine = loaded(folder, "arrays_n", "KEPT = [0, 0]\ndef kept(host): return len(KEPT)")
+    mine = load_module(folder, "arrays_n", "KEPT = [0, 0]\ndef kept(host): return len(KEPT)")
     mine.KEPT[0] = torch.ones(3)
     assert cluster.call(mine.kept) == [2] * N
 
 
 def test_a_module_that_uses_one_that_was_loaded_again_follows(cluster, folder):
-    inner = loaded(folder, "inner_d", "def rate(): return 0.1")
-    outer = loaded(folder, "outer_d", "import inner_d\ndef rate(host): return inner_d.rate()")
+    inner = load_module(folder, "inner_d", "def rate(): return 0.1")
+    outer = load_module(folder, "outer_d", "import inner_d\ndef rate(host): return inner_d.rate()")
     assert cluster.call(outer.rate) == [0.1] * N
     write(folder, "inner_d", "def rate(): return 100.0")
     importlib.reload(inner)
@@ -176,7 +176,7 @@ def test_instances_of_a_class_that_was_loaded_again_follow(cluster, folder):
             def __call__(self, host):
                 return {} * self.rate
     """
-    made = loaded(folder, "classes_e", text.format(1))
+    made = load_module(folder, "classes_e", text.format(1))
     assert cluster.call(made.Half(0.5)) == [0.5] * N
     write(folder, "classes_e", text.format(10))
     importlib.reload(made)
@@ -185,14 +185,14 @@ def test_instances_of_a_class_that_was_loaded_again_follow(cluster, folder):
 
 def test_a_module_called_like_one_of_pythons_is_the_notebooks(cluster, folder):
     """`antigravity` is nobody's import; a rank would import Python's own."""
-    mine = loaded(folder, "antigravity", "def rate(host): return 0.1")
+    mine = load_module(folder, "antigravity", "def rate(host): return 0.1")
     assert mine.__file__.startswith(str(folder))
     assert cluster.call(mine.rate) == [0.1] * N
 
 
 def test_a_module_that_cannot_follow_is_named(cluster, folder):
     text = "import threading\nlock = threading.Lock()\ndef rate(host):\n    with lock: return {}"
-    edited = loaded(folder, "locked_f", text.format(0.1))
+    edited = load_module(folder, "locked_f", text.format(0.1))
     assert cluster.call(edited.rate) == [0.1] * N
     write(folder, "locked_f", text.format(100.0))
     importlib.reload(edited)
@@ -200,26 +200,26 @@ def test_a_module_that_cannot_follow_is_named(cluster, folder):
         cluster.call(edited.rate)
 
 
-def test_a_module_that_ranks_cannot_load_again_is_named_to_whoever_needs_it(cluster, folder):
-    def rate(host):
+def test_a_module_that_ranks_cannot_load_again_is_named_to_a_call_that_needs_it(cluster, folder):
+    def read_rate(host):
         import broken_l
 
         return broken_l.RATE
 
-    broken = loaded(folder, "broken_l", "RATE = 0.1")
-    assert cluster.call(rate) == [0.1] * N
+    broken = load_module(folder, "broken_l", "RATE = 0.1")
+    assert cluster.call(read_rate) == [0.1] * N
     write(folder, "broken_l", f"import os\nRATE = 100.0\nif {MARK!r} in os.environ: raise OSError('no card')")
     importlib.reload(broken)
     assert cluster.call(lambda host: host.world.all_gather(1)) == [[1, 1]] * N
     with pytest.raises(RankError, match="the notebook has reloaded broken_l, but ranks cannot: OSError: no card"):
-        cluster.call(rate)
+        cluster.call(read_rate)
     write(folder, "broken_l", "RATE = 300.0")
     importlib.reload(broken)
-    assert cluster.call(rate) == [300.0] * N
+    assert cluster.call(read_rate) == [300.0] * N
 
 
 def test_a_module_that_ranks_do_not_find_is_named(cluster, folder):
-    gone = loaded(folder, "gone_g", "def rate(host): return 0.1")
+    gone = load_module(folder, "gone_g", "def rate(host): return 0.1")
     path = sys.path.pop(0)
     try:
         with pytest.raises(PlanError, match="ranks cannot import gone_g, which they need for what they were sent"):
@@ -231,7 +231,7 @@ def test_a_module_that_ranks_do_not_find_is_named(cluster, folder):
 @pytest.mark.nightly
 def test_without_compiled_files_what_may_have_changed_is_sent_as_it_is(folder, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    mine = loaded(folder, "plain_k", "def rate(host): return 0.1")
+    mine = load_module(folder, "plain_k", "def rate(host): return 0.1")
     modules = UserModules()
     assert b"co_" not in modules.pack([len])[0]
     assert len(modules.pack([mine.rate])[0]) > 300  # its name alone takes less than a hundred bytes
@@ -280,7 +280,7 @@ def test_autoreload_is_followed(tmp_path):
 
 @pytest.mark.nightly
 def test_ranks_that_start_later_import_the_file_as_it_is(folder):
-    edited = loaded(folder, "edited_i", "def rate(host): return 0.1")
+    edited = load_module(folder, "edited_i", "def rate(host): return 0.1")
     earlier = UserModules()
     first = earlier.pack([edited.rate])[0]
     write(folder, "edited_i", "def rate(host): return 100.0")
@@ -291,7 +291,7 @@ def test_ranks_that_start_later_import_the_file_as_it_is(folder):
 
 
 def test_a_module_that_has_two_names_is_sent_once(folder, monkeypatch):
-    edited = loaded(folder, "edited_k", "def rate(host): return 0.1")
+    edited = load_module(folder, "edited_k", "def rate(host): return 0.1")
     monkeypatch.setitem(sys.modules, "edited_by_another_name", edited)
     names = ["edited_k", "edited_by_another_name"]
     assert len(pack(edited.rate, names)) > 3 * len(pack(edited.rate))
@@ -299,7 +299,7 @@ def test_a_module_that_has_two_names_is_sent_once(folder, monkeypatch):
 
 @pytest.mark.nightly
 def test_what_is_as_it_was_is_not_read_again(folder, monkeypatch):
-    loaded(folder, "edited_j", "def rate(host): return 0.1")
+    load_module(folder, "edited_j", "def rate(host): return 0.1")
     modules = UserModules()
     modules.pack([None])
     monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail(f"{path} is read"))
@@ -409,12 +409,12 @@ def test_an_import_that_was_interrupted_is_done_anew_in_the_next_call(tmp_path, 
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    def imports(host):
+    def read_half_imported(host):
         import half_imported
 
         return half_imported.part.answer()
 
     with Cluster(1, backend="loopback") as cluster:
         with pytest.raises(RankError, match="KeyboardInterrupt"):
-            cluster.call(imports)
-        assert cluster.call(imports) == [42]
+            cluster.call(read_half_imported)
+        assert cluster.call(read_half_imported) == [42]

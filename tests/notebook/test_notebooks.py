@@ -15,13 +15,13 @@ PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 EVERY_TIME = "01"
 
 
-def code_cells(book):
+def list_code_cells(book):
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
-def printed(book):
+def list_printed(book):
     """What the cells said before one failed: it may be of what went wrong earlier."""
-    outputs = [output for cell in code_cells(book) for output in cell.outputs]
+    outputs = [output for cell in list_code_cells(book) for output in cell.outputs]
     return [output.text for output in outputs if output.output_type == "stream"]
 
 
@@ -35,7 +35,7 @@ def is_red(output) -> bool:
     return output.output_type == "error"
 
 
-def shows_something(output) -> bool:
+def has_text(output) -> bool:
     """Whether an output has a text of its own. A line of what a cell waited for is empty once the cell has ended."""
     if output.output_type == "stream":
         return bool(output.text.strip())
@@ -49,7 +49,7 @@ def test_there_are_tutorials():
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_tutorial_is_clean(path: Path):
-    code = code_cells(nbformat.read(path, as_version=4))
+    code = list_code_cells(nbformat.read(path, as_version=4))
     assert not any(cell.execution_count for cell in code), "run `make outputs` before committing"
     assert max(len(cell.source.splitlines()) for cell in code) <= 12, "move code into mpi4dl_nb"
     assert ".stop()" in code[-1].source, "the last cell stops the cluster"
@@ -65,10 +65,10 @@ def test_tutorial_runs(path: Path):
     try:
         NotebookClient(book, timeout=300, kernel_name="python3").execute()
     except CellExecutionError as error:
-        error.add_note("All that the cells had printed:\n" + "".join(printed(book)))
+        error.add_note("All that the cells had printed:\n" + "".join(list_printed(book)))
         raise
-    shown = [output for cell in code_cells(book) for output in cell.outputs]
-    assert [output for output in shown if is_red(output) or not shows_something(output)] == []
+    shown = [output for cell in list_code_cells(book) for output in cell.outputs]
+    assert [output for output in shown if is_red(output) or not has_text(output)] == []
     pictures = [html for output in shown if "<img" in (html := output.get("data", {}).get("text/html", ""))]
     assert pictures, "no figure was shown"
     assert all(re.search(r'alt="[^"]{40,}"', html) for html in pictures), "a figure has no alt text"

@@ -59,7 +59,7 @@ class Notebook:
         )  # fmt: skip
         self.runtime = runtime
 
-    def ready(self) -> Notebook:
+    def wait_until_ready(self) -> Notebook:
         self.cluster = json.loads(self.process.stdout.readline())
         return self
 
@@ -84,18 +84,18 @@ class Notebook:
 def notebooks(tmp_path_factory) -> Iterator[dict[str, Notebook]]:
     started = {name: Notebook(tmp_path_factory.mktemp(name)) for name in ("mpiexec", "controller", "everything")}
     try:
-        yield {name: notebook.ready() for name, notebook in started.items()}
+        yield {name: notebook.wait_until_ready() for name, notebook in started.items()}
     finally:
         for notebook in started.values():
             notebook.end()
 
 
-def family(name: str) -> list[psutil.Process]:
+def list_family(name: str) -> list[psutil.Process]:
     """Processes of the cluster of that name, zombies left out."""
     return [process for process in reaper_process._find_marked(name) if reaper_process.is_running(process)]
 
 
-def within(seconds: float, condition: Callable[[], object]) -> bool:
+def wait_within(seconds: float, condition: Callable[[], object]) -> bool:
     until_s = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until_s:
@@ -104,19 +104,19 @@ def within(seconds: float, condition: Callable[[], object]) -> bool:
     return True
 
 
-def left(cluster: dict, runtime: Path) -> list[object]:
+def list_left(cluster: dict, runtime: Path) -> list[object]:
     """What there still is of it."""
     paths = [Path(cluster["home"]), Path(cluster["memory"]), *runtime.glob("mpi4dl_nb/*")]
-    return [*family(cluster["name"]), *(path for path in paths if path.exists())]
+    return [*list_family(cluster["name"]), *(path for path in paths if path.exists())]
 
 
 def check_gone(cluster: dict, runtime: Path) -> None:
-    assert within(GONE_S, lambda: not left(cluster, runtime)), left(cluster, runtime)
+    assert wait_within(GONE_S, lambda: not list_left(cluster, runtime)), list_left(cluster, runtime)
 
 
 def check_all_there(cluster: dict, runtime: Path) -> None:
     """Or its absence would say nothing: two ranks, their nannies, mpiexec and the controller; folders with files."""
-    assert len(family(cluster["name"])) >= 6
+    assert len(list_family(cluster["name"])) >= 6
     assert list(Path(cluster["home"]).glob("ompi.*"))
     assert list(Path(cluster["memory"]).glob("sm_segment.*"))
     assert len(list(runtime.glob("mpi4dl_nb/*.json"))) == 1
@@ -124,7 +124,7 @@ def check_all_there(cluster: dict, runtime: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("who", "is_asked"), [("mpiexec", "later"), ("controller", "at once")])
-def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_is_told(notebooks, who, is_asked):
+def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_reports_it(notebooks, who, is_asked):
     """Also if it asks when all have ended: then the reaper knows which was the first."""
     notebook = notebooks[who]
     check_all_there(notebook.cluster, notebook.runtime)
@@ -133,7 +133,7 @@ def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_
         check_gone(notebook.cluster, notebook.runtime)
     named = {"mpiexec": "mpiexec", "controller": "the controller of the ranks"}[who]
     told = f"its process has ended with {named} (process {notebook.cluster[who]})"
-    assert within(3, lambda: told in notebook.call()[1])
+    assert wait_within(3, lambda: told in notebook.call()[1])
     check_gone(notebook.cluster, notebook.runtime)
 
 
@@ -142,7 +142,7 @@ def test_a_killed_reaper_is_replaced(notebooks):
     notebook = notebooks["everything"]
     first = notebook.cluster["reaper"]
     notebook.kill("reaper")
-    assert within(5, lambda: notebook.call()[0] != first)
+    assert wait_within(5, lambda: notebook.call()[0] != first)
     notebook.cluster["reaper"], said = notebook.call()
     assert said == [[0, 1], [0, 1]]
 
@@ -161,7 +161,7 @@ def test_what_even_the_reaper_did_not_survive_is_ended_by_the_next_start(noteboo
     CASES["no_mpiexec"].provoke(monkeypatch, tmp_path)
     with pytest.raises(RankError, match="no mpiexec"):  # the start itself is not needed for it
         MpiRanks(2)
-    assert left(notebook.cluster, notebook.runtime) == []
+    assert list_left(notebook.cluster, notebook.runtime) == []
 
 
 @pytest.mark.nightly
@@ -174,7 +174,7 @@ def test_a_jupyter_kernel_that_is_restarted_or_killed_leaves_nothing(tmp_path, m
     manager.start_kernel()
     try:
         for end in (manager.restart_kernel, lambda: manager.shutdown_kernel(now=True)):
-            cluster = started_in(manager)
+            cluster = start_in(manager)
             check_all_there(cluster, tmp_path)
             end()
             check_gone(cluster, tmp_path)
@@ -183,7 +183,7 @@ def test_a_jupyter_kernel_that_is_restarted_or_killed_leaves_nothing(tmp_path, m
             manager.shutdown_kernel(now=True)
 
 
-def started_in(manager: KernelManager) -> dict:
+def start_in(manager: KernelManager) -> dict:
     """Start a cluster in a kernel; what it printed."""
     client = manager.client()
     client.start_channels()
@@ -266,7 +266,7 @@ def test_the_reaper_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     worker = int(done.stdout.readline())
     try:
         done.wait()
-        assert within(GONE_S, lambda: rank.poll() is not None and not home.exists())
+        assert wait_within(GONE_S, lambda: rank.poll() is not None and not home.exists())
     finally:
         os.kill(worker, signal.SIGKILL)
         done.stdout.close()

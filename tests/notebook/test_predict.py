@@ -31,18 +31,18 @@ def cluster():
         yield cluster
 
 
-def classifier() -> nn.Module:
+def make_classifier() -> nn.Module:
     torch.manual_seed(0)
     body = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 6, 3)]
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
 
 
-def segmenter() -> nn.Module:
+def make_segmenter() -> nn.Module:
     torch.manual_seed(0)
     return UNet(num_classes=3, width=4, depth=1)
 
 
-def trained(model: nn.Module, plan: Plan, cluster: Cluster, per_pixel: bool) -> Training:
+def train_one_step(model: nn.Module, plan: Plan, cluster: Cluster, per_pixel: bool) -> Training:
     training = Training(model, plan, cluster, image_shape=(2, 3, 12, 20))
     labels = (2, 12, 20) if per_pixel else (2,)
     random = torch.Generator().manual_seed(1)
@@ -50,9 +50,9 @@ def trained(model: nn.Module, plan: Plan, cluster: Cluster, per_pixel: bool) -> 
     return training
 
 
-def plain(training: Training, images: torch.Tensor) -> torch.Tensor:
+def predict_plainly(training: Training, images: torch.Tensor) -> torch.Tensor:
     """One process, with the weights that the ranks have now."""
-    model = classifier() if isinstance(training.model, nn.Sequential) else segmenter()
+    model = make_classifier() if isinstance(training.model, nn.Sequential) else make_segmenter()
     model.double().load_state_dict(training.state_dict())
     with torch.no_grad():
         return model.eval()(images.double())
@@ -65,17 +65,17 @@ def close(mine: object, theirs: torch.Tensor) -> bool:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_batches_of_any_number(count: int, cluster: Cluster):
-    training = trained(classifier(), PLAN, cluster, per_pixel=False)
+    training = train_one_step(make_classifier(), PLAN, cluster, per_pixel=False)
     images = torch.randn(count, 3, 12, 20)
-    assert close(training.predict(images), plain(training, images))
+    assert close(training.predict(images), predict_plainly(training, images))
 
 
 def test_predictions_of_two_threads_do_not_mix_and_are_freed(cluster: Cluster):
-    training = trained(classifier(), PLAN, cluster, per_pixel=False)
+    training = train_one_step(make_classifier(), PLAN, cluster, per_pixel=False)
     asked = [torch.randn(count, 3, 12, 20) for count in (5, 3, 4, 5)]
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(training.predict, asked))
-    assert all(close(mine, plain(training, images)) for mine, images in zip(found, asked, strict=True))
+    assert all(close(mine, predict_plainly(training, images)) for mine, images in zip(found, asked, strict=True))
     assert cluster.call(lambda host: len(host.get_kept(RankPrediction))) == [0] * N
     with pytest.raises(PlanError, match="do not hold this prediction any more"):
         cluster.call(rank_functions.call_prediction, training.name, "step")
@@ -83,19 +83,19 @@ def test_predictions_of_two_threads_do_not_mix_and_are_freed(cluster: Cluster):
 
 @pytest.mark.nightly
 def test_batches_of_another_size_and_after_more_steps(cluster: Cluster):
-    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    training = train_one_step(make_segmenter(), SEGMENTS, cluster, per_pixel=True)
     images = torch.randn(2, 3, 16, 28)
     first = training.predict(images)
-    assert close(first, plain(training, images))
+    assert close(first, predict_plainly(training, images))
     training.step(torch.randn(2, 3, 12, 20), torch.randint(3, (2, 12, 20)))
     again = training.predict(images)
-    assert close(again, plain(training, images))
+    assert close(again, predict_plainly(training, images))
     assert not torch.equal(first, again)
 
 
 @pytest.mark.nightly
 def test_a_prediction_changes_nothing(cluster: Cluster):
-    one, other = (trained(classifier(), PLAN, cluster, per_pixel=False) for _ in range(2))
+    one, other = (train_one_step(make_classifier(), PLAN, cluster, per_pixel=False) for _ in range(2))
     one.predict(torch.randn(2, 3, 12, 20))
     one.predict(PIXELS, memory_mb=100_000, progress=False)
     batch = torch.randn(2, 3, 12, 20), torch.tensor([0, 2])
@@ -105,9 +105,9 @@ def test_a_prediction_changes_nothing(cluster: Cluster):
 
 @pytest.mark.nightly
 def test_a_picture_tile_after_tile(cluster: Cluster, tmp_path: Path):
-    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    training = train_one_step(make_segmenter(), SEGMENTS, cluster, per_pixel=True)
     box, whole = (5, 7, 60, 80), Tile.whole(60, 80)
-    expected = plain(training, make_padded_region(open_image(PIXELS), box).read_tile(whole, torch.float64))[0]
+    expected = predict_plainly(training, make_padded_region(open_image(PIXELS), box).read_tile(whole, torch.float64))[0]
     scores = training.predict(PIXELS, region=box, kind="scores", memory_mb=100_000, progress=False)
     assert close(scores, expected.permute(1, 2, 0))
     path = training.predict(PIXELS, to=tmp_path / "out.tif", region=box, memory_mb=100_000, progress=False)
@@ -117,8 +117,10 @@ def test_a_picture_tile_after_tile(cluster: Cluster, tmp_path: Path):
 
 
 def test_the_class_of_a_picture(cluster: Cluster):
-    training = trained(classifier(), PLAN, cluster, per_pixel=False)
-    expected = plain(training, make_padded_region(open_image(PIXELS)).read_tile(Tile.whole(90, 110), torch.float64))[0]
+    training = train_one_step(make_classifier(), PLAN, cluster, per_pixel=False)
+    expected = predict_plainly(
+        training, make_padded_region(open_image(PIXELS)).read_tile(Tile.whole(90, 110), torch.float64)
+    )[0]
     assert training.predict(PIXELS, memory_mb=100_000, progress=False) == int(expected.argmax())
 
 
@@ -138,15 +140,15 @@ def test_the_class_of_a_picture(cluster: Cluster):
     ],
 )
 def test_what_cannot_be_predicted(source, asked, error, message: str, cluster: Cluster):
-    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    training = train_one_step(make_segmenter(), SEGMENTS, cluster, per_pixel=True)
     with pytest.raises(error, match=message):
         training.predict(source, progress=False, **asked)
     images = torch.randn(2, 3, 12, 20)
-    assert close(training.predict(images), plain(training, images))  # and the ranks are ready for more
+    assert close(training.predict(images), predict_plainly(training, images))  # and the ranks are ready for more
 
 
 def test_an_array_that_would_be_too_large(cluster: Cluster, monkeypatch):
     monkeypatch.setattr("mpi4dl_nb.training.prediction.ARRAY_BYTES", 1000)
-    training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
+    training = train_one_step(make_segmenter(), SEGMENTS, cluster, per_pixel=True)
     with pytest.raises(PlanError, match=r"Write it to a file \(to='prediction.tif'\)"):
         training.predict(PIXELS, progress=False)

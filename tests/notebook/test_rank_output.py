@@ -27,30 +27,30 @@ def cluster(request):
         yield made
 
 
-def lines(text: str, rank: int) -> list[str]:
+def list_lines(text: str, rank: int) -> list[str]:
     return [line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith(f"[rank {rank}]")]
 
 
 @pytest.mark.sampled(1)
 def test_what_ranks_print_has_their_number_before_it(cluster, capsys):
-    def speaks(host):
+    def print_lines(host):
         print("hello from", host.world.rank)
         print("two\nlines", end="")
         host.world.all_gather(None)  # another rank goes on meanwhile, in the same thread where they take turns
         print(" that end here")
         print("\r10 %\r20 %\r30 %", end="", file=sys.stderr)
 
-    cluster.call(speaks)
+    cluster.call(print_lines)
     said = capsys.readouterr()
     for rank in range(N):
-        assert lines(said.out, rank) == [f"hello from {rank}", "two", "lines that end here"]
-        assert lines(said.err, rank) == ["30 %"]
+        assert list_lines(said.out, rank) == [f"hello from {rank}", "two", "lines that end here"]
+        assert list_lines(said.err, rank) == ["30 %"]
     assert len(said.out.splitlines()) == 3 * N
 
 
 @pytest.mark.sampled(1)
 def test_warnings_and_logs_are_shown(cluster, capsys):
-    def warns(host):
+    def warn_and_log(host):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             # Tests record warnings, and show none.
@@ -61,10 +61,10 @@ def test_warnings_and_logs_are_shown(cluster, capsys):
         logger.propagate = False
         logging.lastResort.handle(logging.makeLogRecord({"msg": "it is late", "levelno": logging.WARNING}))
 
-    cluster.call(warns)
+    cluster.call(warn_and_log)
     said = capsys.readouterr().err
-    assert "UserWarning: careful" in lines(said, 0)
-    assert all("it is late" in lines(said, rank) for rank in range(N))
+    assert "UserWarning: careful" in list_lines(said, 0)
+    assert all("it is late" in list_lines(said, rank) for rank in range(N))
 
 
 @pytest.mark.sampled(1)
@@ -80,7 +80,7 @@ def test_a_log_that_was_set_up_before_has_the_rank_too(backend, capsys):
     finally:
         logger.removeHandler(handler)
     said = capsys.readouterr().err
-    assert [lines(said, rank) for rank in range(N)] == [["layer 0"], ["layer 1"]]
+    assert [list_lines(said, rank) for rank in range(N)] == [["layer 0"], ["layer 1"]]
     assert said.splitlines()[-1] == "of the notebook"
     assert handler.stream is before
 
@@ -99,14 +99,14 @@ def test_a_line_is_shown_while_the_rank_goes_on(cluster):
         def flush(self):
             pass
 
-    def speaks_first(host):
+    def print_and_sleep(host):
         if host.world.rank == 0:
             print("begun")
         time.sleep(3)
 
     before, sys.stdout = sys.stdout, Stream()
     try:
-        cluster.call(speaks_first)
+        cluster.call(print_and_sleep)
     finally:
         sys.stdout = before
     assert shown_s
@@ -115,29 +115,29 @@ def test_a_line_is_shown_while_the_rank_goes_on(cluster):
 
 @pytest.mark.sampled(1)
 def test_what_was_printed_before_a_failure_is_shown(cluster, capsys):
-    def fails(host):
+    def print_and_fail(host):
         print("about to divide")
         host.world.all_gather(None)  # a rank that is late with its first call would be interrupted before it prints
         raise ZeroDivisionError
 
     with pytest.raises(RankError):
-        cluster.call(fails)
-    assert "about to divide" in lines(capsys.readouterr().out, 0)
+        cluster.call(print_and_fail)
+    assert "about to divide" in list_lines(capsys.readouterr().out, 0)
     assert cluster.call(lambda host: host.world.all_gather(1)) == [[1, 1]] * N
 
 
 @pytest.mark.sampled(2)
 def test_a_flood_is_cut_and_that_is_said(cluster, capsys):
-    def floods(host):
+    def print_too_much(host):
         if host.world.rank == 0:
             for number in range(20_000):
                 print("line", number)
             print("x" * 100_000)
 
     start_s = time.monotonic()
-    cluster.call(floods)
+    cluster.call(print_too_much)
     said = capsys.readouterr()
-    assert 100 < len(lines(said.out, 0)) < 2_000
+    assert 100 < len(list_lines(said.out, 0)) < 2_000
     assert any("lines more were left out" in line for line in said.err.splitlines())
     assert len(said.out) < 200_000
     assert time.monotonic() - start_s < 20
@@ -162,18 +162,18 @@ def test_threads_that_are_no_ranks_print_as_ever(capsys):
     """The rank waits, within its call, for a thread of the notebook."""
     with Cluster(1, backend="loopback") as cluster:
 
-        def waits(host):
+        def wait_for_thread(host):
             deadline = time.monotonic() + 5
             while "another" in {thread.name for thread in threading.enumerate()} and time.monotonic() < deadline:
                 time.sleep(0.01)
 
-        def other():
+        def print_from_thread():
             while not isinstance(sys.stdout, RankStream):
                 time.sleep(0.001)
             print("another thread")
 
-        threading.Thread(target=other, name="another").start()
-        cluster.call(waits)
+        threading.Thread(target=print_from_thread, name="another").start()
+        cluster.call(wait_for_thread)
     assert capsys.readouterr().out == "another thread\n"
 
 

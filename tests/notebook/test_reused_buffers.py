@@ -127,7 +127,7 @@ def test_batches_to_go_back_to_are_those_that_were_given(cluster, tmp_path, monk
     def fail_once(*batch: Any) -> Any:
         if training.steps == 2 and not failed:
             failed.append(True)
-            cluster.call(_lose, training.name)
+            cluster.call(_drop_training, training.name)
             raise RankError("lost", rank=0)
         return take(*batch)
 
@@ -137,7 +137,7 @@ def test_batches_to_go_back_to_are_those_that_were_given(cluster, tmp_path, monk
     assert_trained(training, epochs=1)
 
 
-def _lose(host: Any, name: str) -> None:
+def _drop_training(host: Any, name: str) -> None:
     host.get_kept(RankTraining).pop(name)
 
 
@@ -145,11 +145,11 @@ def test_verify_takes_different_batches(cluster, monkeypatch):
     compared: list[Tensor] = []
     compare = training_module.compare_records
 
-    def note(recipe: Any, model: Any, loss: Any, whole: Any, records: Any) -> Any:
+    def record_images(recipe: Any, model: Any, loss: Any, whole: Any, records: Any) -> Any:
         compared.extend(batch["images"] for batch in whole)
         return compare(recipe, model, loss, whole, records)
 
-    monkeypatch.setattr(training_module, "compare_records", note)
+    monkeypatch.setattr(training_module, "compare_records", record_images)
     assert Training(make_model(), PLAN, cluster, SHAPE).verify(fill_tensors())["ok"]
     assert [torch.equal(found, wanted) for found, wanted in zip(compared, IMAGES, strict=False)] == [True] * 3
 

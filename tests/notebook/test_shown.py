@@ -19,16 +19,16 @@ def training():
         yield Training(model, Plan(split_size=1, slice_method="1x2"), cluster, (2, 3, 8, 8))
 
 
-def shown(thing: object) -> dict[str, str]:
+def format_thing(thing: object) -> dict[str, str]:
     return DisplayFormatter().format(thing)[0]
 
 
 def test_a_training_tells_how_far_it_is(training):
-    before = shown(training)["text/html"]
+    before = format_thing(training)["text/html"]
     assert "Last loss" not in before
     assert '<td style="text-align: left">0</td>' in before
     loss = training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
-    after = shown(training)["text/html"]
+    after = format_thing(training)["text/html"]
     held = training.reports[0].memory_bytes
     assert held > 50 << 20
     for fact in (
@@ -40,15 +40,15 @@ def test_a_training_tells_how_far_it_is(training):
         format_bytes(held),
     ):
         assert f">{fact}" in after
-    assert "Sequential" in shown(training)["text/plain"]
+    assert "Sequential" in format_thing(training)["text/plain"]
 
 
 def test_a_timeline_is_its_chart(training):
     training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
     timeline = training.timeline()
-    assert 'alt="One training step:' in shown(timeline)["text/html"]
-    assert "rank 1, stage 0, tile 1: compute" in shown(timeline)["text/html"]
-    assert shown(timeline)["text/plain"].startswith("<Timeline of 2 ranks: ")
+    assert 'alt="One training step:' in format_thing(timeline)["text/html"]
+    assert "rank 1, stage 0, tile 1: compute" in format_thing(timeline)["text/html"]
+    assert format_thing(timeline)["text/plain"].startswith("<Timeline of 2 ranks: ")
     assert timeline.ranks == (0, 1)
     assert {event.name for event in timeline.events} == set(timeline.layers)
     named = {timeline.layers[event.name] for event in timeline.events if event.kind == "halo"}

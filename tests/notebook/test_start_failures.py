@@ -31,17 +31,17 @@ from tests.start_failures import CASES, failure
 def test_a_start_that_fails_says_why_at_once_and_leaves_nothing(name, tmp_path, capfd, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    before = family()
+    before = list_family()
     seconds, said = failure(name, tmp_path)
     assert re.search(CASES[name].says, said), said
     assert seconds < CASES[name].within_s
     printed = capfd.readouterr().err
     assert printed == "" or (name == "silent_mpiexec" and "and goes on. Of 2 ranks only 0 have reported" in printed)
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert family() == before
+    assert list_family() == before
 
 
-def family() -> set[psutil.Process]:
+def list_family() -> set[psutil.Process]:
     return set(filter(is_running, psutil.Process().children(recursive=True)))
 
 
@@ -71,7 +71,7 @@ def without_ulfm(monkeypatch):
 
 @pytest.mark.nightly
 def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm):
-    def fails(host):
+    def fail_on_rank_1(host):
         if host.world.rank == 1:
             raise ValueError("no such pixel")
         host.world.all_gather(None)
@@ -82,7 +82,7 @@ def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm)
             cluster.start()
         assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2
         with pytest.raises(RankError, match="Rank 1: ValueError: no such pixel"):
-            cluster.call(fails)
+            cluster.call(fail_on_rank_1)
         with pytest.raises(RankError, match=r"Call heal\(\)"):
             cluster.call(lambda host: None)
         assert (
@@ -120,7 +120,7 @@ def test_without_ulfm_a_debugged_step_that_is_left_costs_nothing(without_ulfm):
         ("all is well", ""),
     ],
 )
-def test_known_causes_are_told_in_words(said, means):
+def test_known_causes_are_explained_in_words(said, means):
     assert means in find_startup_cause(said)
     assert bool(find_startup_cause(said)) == bool(means)
 

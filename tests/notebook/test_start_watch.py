@@ -23,7 +23,7 @@ from mpi4dl_nb.launch.startup_monitor import StartupMonitor
 WHAT = "Of 2 ranks only 0 have reported"
 
 
-def strike_at_start(monkeypatch: pytest.MonkeyPatch, number: int, strike: Callable[[int], object]) -> list[int]:
+def call_at_start(monkeypatch: pytest.MonkeyPatch, number: int, strike: Callable[[int], object]) -> list[int]:
     """Have `strike(pid)` befall the controller (0) or mpiexec (1) as soon as it runs; return the pids that were hit."""
     register, hit = MpiRanks._register, []
 
@@ -45,7 +45,7 @@ def list_family() -> set[psutil.Process]:
 @pytest.mark.parametrize(("number", "name"), [(0, "the controller of the ranks"), (1, "mpiexec")])
 def test_a_start_names_the_helper_that_was_stopped_and_leaves_nothing(monkeypatch, number, name):
     before = list_family()
-    hit = strike_at_start(monkeypatch, number, lambda pid: os.kill(pid, signal.SIGSTOP))
+    hit = call_at_start(monkeypatch, number, lambda pid: os.kill(pid, signal.SIGSTOP))
     cluster, start_s = Cluster(2, hang_after_s=1), time.monotonic()
     with pytest.raises(RankError) as caught:
         cluster.start()
@@ -58,7 +58,7 @@ def test_a_start_names_the_helper_that_was_stopped_and_leaves_nothing(monkeypatc
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_start_names_the_helper_that_was_killed(monkeypatch, number):
-    hit = strike_at_start(monkeypatch, number, lambda pid: os.kill(pid, signal.SIGKILL))
+    hit = call_at_start(monkeypatch, number, lambda pid: os.kill(pid, signal.SIGKILL))
     with pytest.raises(RankError) as caught:
         Cluster(2).start()
     told = (
@@ -74,7 +74,7 @@ def test_a_heal_during_which_a_helper_is_stopped_fails_in_time_and_the_next_one_
         with pytest.raises(RankError):
             cluster.call(lambda host: os._exit(3))
         with monkeypatch.context() as patch:
-            strike_at_start(patch, 1, lambda pid: os.kill(pid, signal.SIGSTOP))
+            call_at_start(patch, 1, lambda pid: os.kill(pid, signal.SIGSTOP))
             with pytest.raises(RankError, match=r"mpiexec .process \d+. was stopped by a signal"):
                 cluster.heal()
         assert cluster.heal().call(lambda host: host.world.rank) == [0, 1]
@@ -97,7 +97,7 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize(("hang_after_s", "limit_s"), [(None, 10), (300, 10), (3, 3)])
-def test_a_stopped_process_is_told_of_after_ten_seconds_or_earlier(clock, hang_after_s, limit_s):
+def test_a_stopped_process_is_reported_after_ten_seconds_or_earlier(clock, hang_after_s, limit_s):
     stopped = ["mpiexec (process 7)"]
     start = StartupMonitor(2, lambda: 0.1 * (clock.now_s - 1000), lambda: stopped, hang_after_s)
     trouble = ""

@@ -49,7 +49,7 @@ def test_a_line_is_gone_however_the_wait_ends(page, kind):
     assert page == ["Tracing ...", ""]
 
 
-def test_a_slow_start_is_told_by_a_line_that_is_gone_afterwards_and_not_as_an_error(page, capsys, monkeypatch):
+def test_a_slow_start_is_shown_by_a_line_that_is_gone_afterwards_and_not_as_an_error(page, capsys, monkeypatch):
     monkeypatch.setattr(startup_monitor, "_SAY_S", 0.0)
     start = startup_monitor.StartupMonitor(2, lambda: 0.1)
     start.update(1, "Of 2 ranks only 1 have joined")
@@ -85,12 +85,12 @@ def test_a_script_starts_no_thread(monkeypatch):
 
 
 def test_a_function_with_a_line_keeps_its_help_and_its_own_callback(at_once):
-    def study(seen=None):
+    def call_back(seen=None):
         """Return nothing."""
         seen(1, 2)
 
     own: list[tuple[int, int]] = []
-    wrapped = with_status("Studying", counts="seen")(study)
+    wrapped = with_status("Studying", counts="seen")(call_back)
     wrapped()
     wrapped(seen=lambda *counts: own.append(counts))
     assert at_once == ["Studying ...", "Studying: 1 of 2 ...", "", "Studying ...", ""]
@@ -103,25 +103,25 @@ PLAN, SHAPE = Plan(split_size=2, spatial_size=0), (2, 3, 32, 32)
 
 @pytest.mark.nightly
 def test_what_takes_long_in_a_cell_shows_a_line(at_once):
-    def ends_of(line: str) -> list[str]:
+    def take_texts(line: str) -> list[str]:
         texts, at_once[:] = list(at_once), []
         assert texts[-1] == "", f"{line} stays"
         assert any(line in text for text in texts), texts
         return texts
 
     forecast(resnet20_v1(), PLAN, SHAPE, "Summit")
-    ends_of("Compiling and simulating 2 stages")
+    take_texts("Compiling and simulating 2 stages")
     capabilities(resnet20_v1(), "Summit", 2, (32,), 2)
-    ends_of("Forecasting plans: 3 of")
+    take_texts("Forecasting plans: 3 of")
     scaling(resnet20_v1(), "Summit", Plan(split_size=1, spatial_size=0), SHAPE, ranks=(1, 2))
-    ends_of("number of ranks")
+    take_texts("number of ranks")
     largest_image(resnet20_v1(), PLAN, "Summit", most_px=128)
-    ends_of("largest image")
+    take_texts("largest image")
     with Cluster(2, backend="loopback") as cluster:
         training = Training(resnet20_v1(), PLAN, cluster, SHAPE)
-        ends_of("Compiling 2 stages")
+        take_texts("Compiling 2 stages")
         assert training.verify()["ok"]
-        assert len([text for text in ends_of("3 steps on 2 ranks") if text]) == 3
+        assert len([text for text in take_texts("3 steps on 2 ranks") if text]) == 3
         with pytest.raises(ValueError, match="no batch"):
             training.verify(data=[])
         assert at_once[-1] == ""

@@ -40,39 +40,39 @@ def four() -> Iterator[Cluster]:
         yield cluster
 
 
-def net() -> nn.Module:
+def make_net() -> nn.Module:
     """Whole numbers stay whole: whatever the order of sums, the bits are the same. (Others vary with memory.)"""
     first = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Dropout(0.5)]
     layers = [*first, nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
     return with_whole_weights(nn.Sequential(*layers, nn.AvgPool2d(2, divisor_override=1)))
 
 
-def normed_net() -> nn.Module:
+def make_normed_net() -> nn.Module:
     torch.manual_seed(0)
     first = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3)]
     layers = [nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.AvgPool2d(2)]
     return nn.Sequential(*first, *layers)
 
 
-def batch(seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
+def make_batch(seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
     return whole_numbers(count, *SHAPE[1:], seed=seed), whole_numbers(count, 4, 4, 7, seed=seed + 1)
 
 
-def loss() -> nn.Module:
+def make_loss() -> nn.Module:
     """Made here, so that ranks need not find it."""
     return type("Sum", (nn.Module,), {"forward": lambda _self, made, wanted: (made * wanted).sum()})()
 
 
-def new(cluster: Cluster, plan: Plan = TILES, make: Callable[[], nn.Module] = net) -> Training:
+def make_training(cluster: Cluster, plan: Plan = TILES, make: Callable[[], nn.Module] = make_net) -> Training:
     torch.manual_seed(7)  # what the model draws follows from it
     count = 2 * plan.parts
     labels, optimiser = TensorSpec((count, 4, 4, 7), "float64"), partial(torch.optim.SGD, lr=2**-20, momentum=0.5)
     return Training(
-        make(), plan, cluster, (count, *SHAPE[1:]), loss=loss(), labels=labels, optimiser=optimiser
+        make(), plan, cluster, (count, *SHAPE[1:]), loss=make_loss(), labels=labels, optimiser=optimiser
     )  # fmt: skip
 
 
-def same_state(one: Training, other: Training, same: Same = torch.equal) -> bool:
+def has_same_state(one: Training, other: Training, same: Same = torch.equal) -> bool:
     a, b = one.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
 
@@ -114,40 +114,40 @@ def walk_layers(stepping: StepDebugger) -> None:
 def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[StepDebugger], None]):
     """Loss, weights, momentum and random draws, over three steps."""
     cluster = four if plan is PIPED else five
-    ran, walked = new(cluster, plan), new(cluster, plan)
+    ran, walked = make_training(cluster, plan), make_training(cluster, plan)
     for seed in range(2):
-        data = batch(seed, 2 * plan.parts)
+        data = make_batch(seed, 2 * plan.parts)
         stepping = walked.stepping(*data)
         walk(stepping)
         assert stepping.loss == ran.step(*data)
-        assert same_state(walked, ran)
-    data = batch(2, 2 * plan.parts)
+        assert has_same_state(walked, ran)
+    data = make_batch(2, 2 * plan.parts)
     assert walked.step(*data) == ran.step(*data)
     assert walked.steps == ran.steps == 3
 
 
 @pytest.mark.nightly
 def test_running_statistics_are_those_of_a_step(five):
-    ran, walked = (new(five, TILES, normed_net) for _ in range(2))
+    ran, walked = (make_training(five, TILES, make_normed_net) for _ in range(2))
     for seed in range(2):
-        stepping = walked.stepping(*batch(seed))
+        stepping = walked.stepping(*make_batch(seed))
         walk_twice(stepping)
-        assert stepping.loss == pytest.approx(ran.step(*batch(seed)), rel=1e-12)
-    assert same_state(walked, ran, close)
+        assert stepping.loss == pytest.approx(ran.step(*make_batch(seed)), rel=1e-12)
+    assert has_same_state(walked, ran, close)
 
 
 def test_a_walked_step_is_in_the_timeline(five):
-    training = new(five)
-    stepping = training.stepping(*batch())
+    training = make_training(five)
+    stepping = training.stepping(*make_batch())
     walk_mixed(stepping)
     names = [(event.rank, event.name, event.phase) for event in training.timeline().events]
-    other = new(five)
-    other.step(*batch())
+    other = make_training(five)
+    other.step(*make_batch())
     assert sorted(names) == sorted((event.rank, event.name, event.phase) for event in other.timeline().events)
 
 
 def test_an_event_says_where_all_ranks_are(five):
-    stepping = new(five).stepping(*batch())
+    stepping = make_training(five).stepping(*make_batch())
     assert [rank.did for rank in stepping.event.ranks] == [None] * 5
     assert stepping.event.ranks[4].waits_for == (0, 1, 2, 3)
     event = stepping.until(layer="3", kind="halo")
@@ -164,7 +164,7 @@ def test_an_event_says_where_all_ranks_are(five):
 
 
 def test_one_rank_goes_on_with_those_that_it_needs_only(five):
-    stepping = new(five).stepping(*batch())
+    stepping = make_training(five).stepping(*make_batch())
     event = stepping.instruction(rank=1)  # the first of all is the halo of the image
     assert event.places == (1, 1, 1, 1, 0)
     event = stepping.instruction(rank=1)
@@ -177,7 +177,7 @@ def test_one_rank_goes_on_with_those_that_it_needs_only(five):
 
 
 def test_a_breakpoint_that_no_instruction_meets_is_refused(five):
-    stepping = new(five).stepping(*batch())
+    stepping = make_training(five).stepping(*make_batch())
     with pytest.raises(PlanError, match="layer='blocks'"):
         stepping.until(layer="blocks")
     with pytest.raises(PlanError, match="rank='last'"):
@@ -191,14 +191,14 @@ def test_a_breakpoint_that_no_instruction_meets_is_refused(five):
 
 
 def test_a_batch_of_another_shape_is_refused(five):
-    training = new(five)
+    training = make_training(five)
     with pytest.raises(ImageError):
-        training.stepping(torch.zeros(2, 3, 9, 9), batch()[1])
+        training.stepping(torch.zeros(2, 3, 9, 9), make_batch()[1])
 
 
 def test_a_long_way_is_gone_by_instructions_at_its_end_only(five):
-    ran, walked = new(five), new(five)
-    data = batch()
+    ran, walked = make_training(five), make_training(five)
+    data = make_batch()
     stepping = walked.stepping(*data)
     target = stepping.find_unit_end("phase")
     events = list(stepping.walk_to(target, most=3))
@@ -208,7 +208,7 @@ def test_a_long_way_is_gone_by_instructions_at_its_end_only(five):
     for _ in stepping.walk_to(stepping.order.ends):
         pass
     assert stepping.loss == ran.step(*data)
-    assert same_state(ran, walked)
+    assert has_same_state(ran, walked)
 
 
 # ---- nothing is left behind
@@ -218,28 +218,28 @@ def test_a_long_way_is_gone_by_instructions_at_its_end_only(five):
 @pytest.mark.parametrize("leave", ["close", "another", "run", "predict", "new"])
 def test_a_step_that_is_left_has_changed_nothing(five, leave: str):
     """Left where the last rank has not fetched what tiles have sent, and sums of gradients are under way."""
-    training, other = new(five), new(five)
+    training, other = make_training(five), make_training(five)
     for kind, phase in (("stage", "forward"), ("halo", "backward")):
-        stepping = training.stepping(*batch(5))
+        stepping = training.stepping(*make_batch(5))
         event = stepping.until(kind=kind, phase=phase, rank=0)
         if kind == "stage":
             assert event.places[4] == 0 or event.ranks[4].did.kind == "stage"
         {
             "close": stepping.close,
-            "another": lambda: training.stepping(*batch(6)).phase(),
-            "run": lambda: other.predict(batch(6)[0]),
-            "predict": lambda: training.predict(batch(6)[0]),
-            "new": lambda: new(five).step(*batch(6)),
+            "another": lambda: training.stepping(*make_batch(6)).phase(),
+            "run": lambda: other.predict(make_batch(6)[0]),
+            "predict": lambda: training.predict(make_batch(6)[0]),
+            "new": lambda: make_training(five).step(*make_batch(6)),
         }[leave]()
         with pytest.raises(PlanError, match="restart"):
             stepping.instruction()
-    assert training.step(*batch()) == other.step(*batch())
-    assert same_state(training, other)
+    assert training.step(*make_batch()) == other.step(*make_batch())
+    assert has_same_state(training, other)
 
 
 def test_a_step_that_was_given_up_is_closed_without_ending_the_next_one(five):
-    training = new(five)
-    first, second = training.stepping(*batch()), training.stepping(*batch())
+    training = make_training(five)
+    first, second = training.stepping(*make_batch()), training.stepping(*make_batch())
     first.close()
     second.instruction()
     second.close()
@@ -258,7 +258,7 @@ def test_a_step_that_was_given_up_is_closed_without_ending_the_next_one(five):
     ],
 )
 def test_a_view_that_cannot_be_shown_is_refused_and_the_step_goes_on(five, asked: dict, text: str):
-    stepping = new(five).stepping(*batch())
+    stepping = make_training(five).stepping(*make_batch())
     with pytest.raises(PlanError, match=text):
         stepping.view(**asked)
     with pytest.raises(PlanError, match="message=-9 must be a whole number of 0 or more"):
@@ -268,55 +268,55 @@ def test_a_view_that_cannot_be_shown_is_refused_and_the_step_goes_on(five, asked
 
 
 def test_looking_at_weights_does_not_end_a_walk(five):
-    training, other = new(five), new(five)
-    stepping = training.stepping(*batch())
+    training, other = make_training(five), make_training(five)
+    stepping = training.stepping(*make_batch())
     stepping.until(kind="stage")
-    assert same_state(training, other)
-    assert stepping.finish() == other.step(*batch())
+    assert has_same_state(training, other)
+    assert stepping.finish() == other.step(*make_batch())
 
 
 @pytest.mark.nightly
 def test_a_sender_may_be_far_ahead_of_who_receives(four):
     """Two micro-batches have left the tiles before the next stage takes the first."""
-    ran, walked = new(four, PIPED), new(four, PIPED)
-    data = batch(0, 4)
+    ran, walked = make_training(four, PIPED), make_training(four, PIPED)
+    data = make_batch(0, 4)
     stepping = walked.stepping(*data)
     stepping.until(kind="stage", rank=0, micro_batch=1, phase="forward")
     ahead = stepping.order.compute_closure((0,) * 4, {0: stepping.event.places[0]})
     stepping.restart()
     assert stepping._advance(ahead).places[3] == 0
     assert stepping.finish() == ran.step(*data)
-    assert same_state(ran, walked)
+    assert has_same_state(ran, walked)
 
 
 def test_a_loss_that_is_not_finite_ends_the_walk_and_changes_nothing(five):
-    training, other = new(five), new(five)
-    images, labels = batch()
+    training, other = make_training(five), make_training(five)
+    images, labels = make_batch()
     stepping = training.stepping(images * float("nan"), labels)
     with pytest.raises(LossError):
         stepping.finish()
     with pytest.raises(PlanError, match="restart"):
         stepping.instruction()
     assert training.step(images, labels) == other.step(images, labels)
-    assert same_state(training, other)
+    assert has_same_state(training, other)
 
 
 def test_an_interrupt_gives_the_step_up(five, monkeypatch):
-    training, other = new(five), new(five)
-    stepping = training.stepping(*batch())
+    training, other = make_training(five), make_training(five)
+    stepping = training.stepping(*make_batch())
     stepping.until(kind="stage", rank=0)
     with monkeypatch.context() as patched:
-        patched.setattr("mpi4dl_nb.cluster.remote_call.RemoteCall._collect", _interrupted)
+        patched.setattr("mpi4dl_nb.cluster.remote_call.RemoteCall._collect", _raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             stepping.finish()
     with pytest.raises(PlanError, match="interrupted"):
         stepping.layer()
     stepping.restart()
-    assert stepping.finish() == other.step(*batch())
-    assert same_state(training, other)
+    assert stepping.finish() == other.step(*make_batch())
+    assert has_same_state(training, other)
 
 
-def _interrupted(*_: object, **__: object) -> None:
+def _raise_interrupt(*_: object, **__: object) -> None:
     """A person stops the cell while it waits for the ranks."""
     raise KeyboardInterrupt
 
@@ -324,15 +324,15 @@ def _interrupted(*_: object, **__: object) -> None:
 # ---- what is seen is true
 
 
-def whole_net() -> nn.Module:
+def make_whole_net() -> nn.Module:
     """Without statistics: whole numbers stay whole."""
     convolutions = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
     return with_whole_weights(nn.Sequential(*convolutions, nn.Conv2d(4, 2, 3, stride=2, padding=1)))
 
 
-def seen_and_plain(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[str, Tensor]]:
+def walk_with_hooks(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[str, Tensor]]:
     """A walked step of a model in whole numbers, and what hooks saw in the plain model."""
-    model = whole_net()
+    model = make_whole_net()
     images, labels = whole_numbers(*SHAPE), whole_numbers(2, 2, 5, 7, seed=1)
     plain, seen = copy.deepcopy(model), {}
 
@@ -343,7 +343,9 @@ def seen_and_plain(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[str
     for name, module in plain.named_children():
         module.register_forward_hook(partial(keep, name))
     weighted_sum(plain(images), labels).backward()
-    training = Training(model, plan, cluster, SHAPE, loss=loss(), labels=TensorSpec(tuple(labels.shape), "float64"))
+    training = Training(
+        model, plan, cluster, SHAPE, loss=make_loss(), labels=TensorSpec(tuple(labels.shape), "float64")
+    )
     return training.stepping(images, labels), seen
 
 
@@ -390,7 +392,7 @@ def check_returned(view) -> None:
 @pytest.mark.parametrize("fused", [{}, {"halo_d2": True, "fused_layers": 1}], ids=["D1", "D2"])
 def test_values_are_those_of_one_process(four, fused):
     plan = Plan(split_size=1, spatial_size=1, slice_method="2x2", precision="float64", **fused)
-    check_values(*seen_and_plain(four, plan))
+    check_values(*walk_with_hooks(four, plan))
 
 
 @pytest.mark.nightly
@@ -398,7 +400,7 @@ def test_values_over_mpi_are_those_of_one_process_and_messages_are_not_lost():
     """The same with processes; messages too large to leave by themselves wait while their sender has nothing to do."""
     plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", balance=(2, 1), precision="float64")
     with Cluster(3) as cluster:
-        stepping, seen = seen_and_plain(cluster, plan)
+        stepping, seen = walk_with_hooks(cluster, plan)
         stepping.until(layer="2", kind="halo", phase="forward")
         assert torch.equal(stepping.tensor("1"), seen["1"])
         assert all(torch.equal(landed.arrived, landed.after) for _, landed in stepping.view(channel=3).landed)
@@ -420,4 +422,4 @@ def test_values_over_mpi_are_those_of_one_process_and_messages_are_not_lost():
         for _ in stepping:
             pass
         assert stepping.loss == ran.step(images, labels)
-        assert same_state(ran, walked)
+        assert has_same_state(ran, walked)

@@ -60,7 +60,7 @@ with Cluster(2) as cluster:
 """
 
 
-def plant(folder: Path) -> None:
+def write_settings(folder: Path) -> None:
     for name, text in PLANTED.items():
         (folder / name).mkdir()
         (folder / name / "mca-params.conf").write_text(text, encoding="utf-8")
@@ -71,7 +71,7 @@ def test_no_file_of_a_home_or_of_a_shared_folder_decides_what_mpi_starts(tmp_pat
     """Not in a notebook's cluster, nor by a command; the ranks still have the home of their user."""
     for name in ("home", "temporary"):
         (tmp_path / name).mkdir()
-        plant(tmp_path / name)
+        write_settings(tmp_path / name)
     changed = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary"), "A_TOKEN": "very-secret"}
     done = run(SEES, **changed)
     assert (done.returncode, done.stderr) == (0, "")
@@ -118,7 +118,7 @@ def test_ranks_start_where_warnings_are_errors_and_those_of_the_user_stay_errors
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("most", [64, 128])
-def test_too_few_open_files_are_told_before_anything_starts(most):
+def test_too_few_open_files_are_reported_before_anything_starts(most):
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n{WORKS}"
     done = run(code)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpi4dl_nb.engines.errors.")]

@@ -42,7 +42,7 @@ with Cluster(3, backend=sys.argv[2]) as cluster:
 """
 
 
-def started(folder: Path, backend: str, every: int) -> subprocess.Popen[str]:
+def start_script(folder: Path, backend: str, every: int) -> subprocess.Popen[str]:
     """It has done some steps."""
     command = [sys.executable, "-c", SCRIPT, str(folder), backend, str(every)]
     process = subprocess.Popen(
@@ -58,7 +58,7 @@ def started(folder: Path, backend: str, every: int) -> subprocess.Popen[str]:
     return process
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def list_family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
     return [each for each in found if MARK in each.environ()]
 
@@ -79,9 +79,9 @@ def check_goes_on(folder: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["mpi", "loopback"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_notebook_that_is_told_to_end_saves_and_ends(tmp_path, backend, number):
-    process = started(tmp_path / "saved", backend, 1000)
-    ranks = family(process)
+def test_a_notebook_that_is_asked_to_end_saves_and_ends(tmp_path, backend, number):
+    process = start_script(tmp_path / "saved", backend, 1000)
+    ranks = list_family(process)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == -number
@@ -94,10 +94,10 @@ def test_a_notebook_that_is_told_to_end_saves_and_ends(tmp_path, backend, number
 
 
 @pytest.mark.nightly
-def test_where_the_ranks_are_told_too_the_last_checkpoint_is_named(tmp_path):
+def test_where_the_ranks_are_asked_too_the_last_checkpoint_is_named(tmp_path):
     """As systemd does, and batch systems at the end of a job's time."""
-    process = started(tmp_path / "saved", "mpi", 1)
-    ranks = family(process)
+    process = start_script(tmp_path / "saved", "mpi", 1)
+    ranks = list_family(process)
     for each in [psutil.Process(process.pid), *ranks]:
         with contextlib.suppress(psutil.NoSuchProcess):  # mpiexec, told before, may have ended a rank already
             each.send_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_where_the_ranks_are_told_too_the_last_checkpoint_is_named(tmp_path):
     check_goes_on(tmp_path / "saved")
 
 
-def test_a_signal_is_obeyed_by_whoever_heard_it_before(capsys):
+def test_a_signal_is_passed_to_the_handler_that_was_set_before(capsys):
     """An interrupt is for the work under way alone; the others are for the process."""
     heard: list[int] = []
     before = {

@@ -36,7 +36,7 @@ def test_a_cell_tells_the_users_lines_and_the_message(shell, capsys):
     assert len(told.splitlines()) < 10
 
 
-def test_what_is_known_of_a_failed_rank_is_told(shell, capsys):
+def test_what_is_known_of_a_failed_rank_is_reported(shell, capsys):
     shell.run_cell(
         "from mpi4dl_nb import Cluster\n"
         "with Cluster(2, backend='loopback') as cluster:\n"

@@ -47,17 +47,17 @@ def untouched():
     return Cluster(N, backend="loopback")
 
 
-def unet() -> UNet:
+def make_unet() -> UNet:
     torch.manual_seed(0)
     return UNet(num_classes=3, width=4)
 
 
-def resnet() -> nn.Module:
+def make_resnet() -> nn.Module:
     torch.manual_seed(0)
     return resnet20_v1()
 
 
-def batches(steps: int, shape: tuple[int, ...] = SHAPE, classes: int = 3, per_pixel: bool = True) -> list[Batch]:
+def make_batches(steps: int, shape: tuple[int, ...] = SHAPE, classes: int = 3, per_pixel: bool = True) -> list[Batch]:
     random = torch.Generator().manual_seed(1)
     labels = (shape[0], *shape[2:]) if per_pixel else shape[:1]
     return [
@@ -65,17 +65,17 @@ def batches(steps: int, shape: tuple[int, ...] = SHAPE, classes: int = 3, per_pi
     ]
 
 
-def alone(model: nn.Module, data: list[Batch], optimiser: Optimiser = sgd, loss=None) -> TrainingRecord:
+def train_in_one_process(model: nn.Module, data: list[Batch], optimiser: Optimiser = sgd, loss=None) -> TrainingRecord:
     whole = [{"images": images, "labels": labels} for images, labels in data]
     return train_reference(ReferenceTraining(model, loss or nn.CrossEntropyLoss(), optimiser, torch.float64), whole)
 
 
-def same(value: float | tuple[float, ...]) -> object:
+def make_approx(value: float | tuple[float, ...]) -> object:
     """Equal but for the order of sums in float64."""
     return pytest.approx(value, rel=1e-10, abs=0)
 
 
-def equal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+def is_equal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
@@ -95,10 +95,10 @@ class Trained:
 @pytest.fixture(
     scope="module",
     params=[
-        (unet, TILES, batches(3)),
-        (unet, STRIPS, batches(3)),
-        (resnet, STRIPS, batches(3, (2, 3, 32, 32), classes=10, per_pixel=False)),
-        (resnet, TILES, batches(3, (1, 3, 37, 32), classes=10, per_pixel=False)),
+        (make_unet, TILES, make_batches(3)),
+        (make_unet, STRIPS, make_batches(3)),
+        (make_resnet, STRIPS, make_batches(3, (2, 3, 32, 32), classes=10, per_pixel=False)),
+        (make_resnet, TILES, make_batches(3, (1, 3, 37, 32), classes=10, per_pixel=False)),
     ],
     ids=["unet-tiles", "unet-strips", "resnet-strips", "resnet-uneven-tiles"],
 )
@@ -107,29 +107,29 @@ def trained(request, cluster) -> Trained:
     model = make()
     training = Training(model, plan, cluster, data[0][0].shape)
     losses = tuple(training.step(*batch) for batch in data)
-    return Trained(model, losses, training.state_dict(), alone(model, data))
+    return Trained(model, losses, training.state_dict(), train_in_one_process(model, data))
 
 
 @pytest.mark.nightly
 def test_rules_of_the_update_are_those_of_one_process(cluster):
     """Gradients bounded over all ranks, and a rate that falls."""
-    data = batches(3)
+    data = make_batches(3)
     rules = UpdateRules(clip_norm=0.3, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1))
     training = Training(
-        unet(), STRIPS, cluster, data[0][0].shape, clip_norm=rules.clip_norm, scheduler=rules.scheduler
+        make_unet(), STRIPS, cluster, data[0][0].shape, clip_norm=rules.clip_norm, scheduler=rules.scheduler
     )  # fmt: skip
     losses = tuple(training.step(*batch) for batch in data)
     whole = [{"images": images, "labels": labels} for images, labels in data]
-    process = ReferenceTraining(unet(), nn.CrossEntropyLoss(), sgd, torch.float64, rules=rules)
+    process = ReferenceTraining(make_unet(), nn.CrossEntropyLoss(), sgd, torch.float64, rules=rules)
     oracle = train_reference(process, whole)
-    assert losses == same(oracle.mean_losses)
+    assert losses == make_approx(oracle.mean_losses)
     assert training.verify(data)["ok"]
 
 
 @pytest.mark.nightly
 def test_half_precision_is_verified_beside_one_process(cluster):
-    training = Training(unet(), replace(STRIPS, precision="bfloat16"), cluster, SHAPE)
-    images, labels = batches(1)[0]
+    training = Training(make_unet(), replace(STRIPS, precision="bfloat16"), cluster, SHAPE)
+    images, labels = make_batches(1)[0]
     assert math.isfinite(training.step(images, labels))
     proof = training.verify(precision="bfloat16")
     assert proof["ok"], proof
@@ -139,7 +139,7 @@ def test_half_precision_is_verified_beside_one_process(cluster):
 
 @pytest.mark.sampled(1)
 def test_the_losses_are_those_of_one_process(trained: Trained):
-    assert trained.losses == same(trained.oracle.mean_losses)
+    assert trained.losses == make_approx(trained.oracle.mean_losses)
 
 
 @pytest.mark.sampled(1)
@@ -155,9 +155,9 @@ def test_the_trained_state_loads_into_the_plain_model(trained: Trained):
 
 @pytest.mark.sampled(1)
 def test_training_leaves_the_model_that_was_given_as_it_was(trained: Trained):
-    fresh = resnet() if isinstance(trained.model, nn.Sequential) else unet()
-    assert equal(trained.model.state_dict(), fresh.state_dict())
-    assert not equal(trained.state, fresh.double().state_dict())
+    fresh = make_resnet() if isinstance(trained.model, nn.Sequential) else make_unet()
+    assert is_equal(trained.model.state_dict(), fresh.state_dict())
+    assert not is_equal(trained.state, fresh.double().state_dict())
 
 
 @pytest.mark.nightly
@@ -173,34 +173,34 @@ def test_what_a_cell_defines_trains(backend: str):
         def forward(self, x):
             return self.head(torch.relu(self.wide(x)))
 
-    def loss(prediction, labels):
+    def compute_loss(prediction, labels):
         return nn.functional.cross_entropy(prediction, labels) + prediction.square().mean()
 
     rate = 1e-2
     adam = lambda parameters: torch.optim.AdamW(parameters, lr=rate)  # noqa: E731
-    net, data = Net(), batches(3)
+    net, data = Net(), make_batches(3)
     plan = Plan(split_size=1, slice_method="2x1", precision="float64")
     with Cluster(2, backend=backend) as cluster:
-        training = Training(net, plan, cluster, SHAPE, loss=loss, optimiser=adam)
+        training = Training(net, plan, cluster, SHAPE, loss=compute_loss, optimiser=adam)
         losses = tuple(training.step(*batch) for batch in data)
         assert training.verify(data)["ok"]
-    assert losses == same(alone(net, data, adam, loss).mean_losses)
+    assert losses == make_approx(train_in_one_process(net, data, adam, compute_loss).mean_losses)
 
 
 @pytest.mark.nightly
 def test_two_trainings_on_one_cluster_do_not_mix(cluster):
-    data = batches(4)
-    one, other = (Training(unet(), plan, cluster, SHAPE) for plan in (TILES, STRIPS))
+    data = make_batches(4)
+    one, other = (Training(make_unet(), plan, cluster, SHAPE) for plan in (TILES, STRIPS))
     losses = [(one.step(*data[0]), other.step(*data[2])), (one.step(*data[1]), other.step(*data[3]))]
-    assert tuple(a for a, _ in losses) == same(alone(unet(), data[:2]).mean_losses)
-    assert tuple(b for _, b in losses) == same(alone(unet(), data[2:]).mean_losses)
+    assert tuple(a for a, _ in losses) == make_approx(train_in_one_process(make_unet(), data[:2]).mean_losses)
+    assert tuple(b for _, b in losses) == make_approx(train_in_one_process(make_unet(), data[2:]).mean_losses)
 
 
 @pytest.mark.nightly
 def test_steps_from_several_threads_come_one_after_another(cluster):
     """Each is a whole step, in some order; the batch is the same, so the losses are those of one thread."""
-    ((images, labels),) = batches(1)
-    first, second = (Training(unet(), TILES, cluster, SHAPE) for _ in range(2))
+    ((images, labels),) = make_batches(1)
+    first, second = (Training(make_unet(), TILES, cluster, SHAPE) for _ in range(2))
     wanted = sorted(first.step(images, labels) for _ in range(6))
     with ThreadPoolExecutor(3) as threads:
         losses = [threads.submit(second.step, images, labels) for _ in range(6)]
@@ -210,9 +210,11 @@ def test_steps_from_several_threads_come_one_after_another(cluster):
 
 @pytest.mark.nightly
 def test_images_may_be_arrays(cluster):
-    (images, labels), *_ = batches(1)
-    training = Training(unet(), TILES, cluster, SHAPE)
-    assert training.step(images.numpy(), labels.numpy()) == same(alone(unet(), [(images, labels)]).mean_losses[0])
+    (images, labels), *_ = make_batches(1)
+    training = Training(make_unet(), TILES, cluster, SHAPE)
+    assert training.step(images.numpy(), labels.numpy()) == make_approx(
+        train_in_one_process(make_unet(), [(images, labels)]).mean_losses[0]
+    )
 
 
 # ---- fit
@@ -220,25 +222,25 @@ def test_images_may_be_arrays(cluster):
 
 @pytest.mark.nightly
 def test_fit_learns_a_batch_that_it_sees_again(cluster):
-    batch = batches(1)
-    history = Training(unet(), TILES, cluster, SHAPE).fit(batch * 3, epochs=4, progress=False)
-    assert history.losses == same(alone(unet(), batch * 12).mean_losses)
+    batch = make_batches(1)
+    history = Training(make_unet(), TILES, cluster, SHAPE).fit(batch * 3, epochs=4, progress=False)
+    assert history.losses == make_approx(train_in_one_process(make_unet(), batch * 12).mean_losses)
     assert history.losses[-1] < 0.9 * history.losses[0]
     assert history.images_per_s > 0
 
 
 @pytest.mark.nightly
 def test_fit_sees_a_generator_in_every_epoch(cluster):
-    data = batches(2)
-    history = Training(unet(), TILES, cluster, SHAPE).fit((batch for batch in data), epochs=2, progress=False)
-    assert history.losses == same(alone(unet(), data * 2).mean_losses)
+    data = make_batches(2)
+    history = Training(make_unet(), TILES, cluster, SHAPE).fit((batch for batch in data), epochs=2, progress=False)
+    assert history.losses == make_approx(train_in_one_process(make_unet(), data * 2).mean_losses)
 
 
 def test_fit_goes_on_where_the_last_one_ended(cluster):
-    data = batches(2)
-    training = Training(unet(), TILES, cluster, SHAPE)
+    data = make_batches(2)
+    training = Training(make_unet(), TILES, cluster, SHAPE)
     losses = [training.fit(data, progress=False).losses for _ in range(2)]
-    assert losses[0] + losses[1] == same(alone(unet(), data * 2).mean_losses)
+    assert losses[0] + losses[1] == make_approx(train_in_one_process(make_unet(), data * 2).mean_losses)
 
 
 # ---- verify
@@ -247,7 +249,7 @@ def test_fit_goes_on_where_the_last_one_ended(cluster):
 @pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, replace(STRIPS, precision="float32")], ids=["tiles", "strips in float32"])
 def test_verify_compares_in_float64(cluster, plan: Plan):
-    proof = Training(unet(), plan, cluster, SHAPE).verify()
+    proof = Training(make_unet(), plan, cluster, SHAPE).verify()
     assert proof["ok"], proof
     assert proof["dtype"] == "float64"
     assert proof["ranks"] == N
@@ -257,30 +259,32 @@ def test_verify_compares_in_float64(cluster, plan: Plan):
 @pytest.mark.nightly
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_ranks_and_the_one_process_train_where_gradients_are_off(cluster, off):
-    (batch,) = batches(1)
-    training = Training(unet(), TILES, cluster, SHAPE)
+    (batch,) = make_batches(1)
+    training = Training(make_unet(), TILES, cluster, SHAPE)
     with off():
         loss = training.step(*batch)
         assert training.verify()["ok"]
-    assert loss == Training(unet(), TILES, cluster, SHAPE).step(*batch)
+    assert loss == Training(make_unet(), TILES, cluster, SHAPE).step(*batch)
 
 
 @pytest.mark.nightly
 def test_verify_leaves_the_training_untouched(cluster):
     """Weights, buffers and the optimiser's momentum."""
-    first, second, *others = batches(5)
-    training = Training(unet(), TILES, cluster, SHAPE)
+    first, second, *others = make_batches(5)
+    training = Training(make_unet(), TILES, cluster, SHAPE)
     before = training.step(*first)
     state = training.state_dict()
     assert training.verify()["ok"]
     assert training.verify(others)["ok"]
-    assert equal(training.state_dict(), state)
-    assert (before, training.step(*second)) == same(alone(unet(), [first, second]).mean_losses)
+    assert is_equal(training.state_dict(), state)
+    assert (before, training.step(*second)) == make_approx(
+        train_in_one_process(make_unet(), [first, second]).mean_losses
+    )
 
 
 def test_verify_tells_a_difference(cluster):
     """It cannot pass by saying nothing: the plain model's loss is made another one, by a millionth."""
-    training = Training(unet(), TILES, cluster, SHAPE)
+    training = Training(make_unet(), TILES, cluster, SHAPE)
     training.loss = lambda prediction, labels: nn.functional.cross_entropy(prediction, labels) * (1 + 1e-6)
     prepared = training.recipe
     training._prepare = lambda plan: prepared
@@ -295,8 +299,8 @@ def test_verify_tells_a_difference(cluster):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "plan"), [("double", "float32"), ("half", "float32"), ("bfloat16", "bfloat16")])
-def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan: str):
-    model = getattr(unet(), kind)()
+def test_a_precision_that_the_plan_changes_is_reported_once(cluster, kind: str, plan: str):
+    model = getattr(make_unet(), kind)()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     with pytest.warns(
         UserWarning, match=rf"tensors are {dtype} .*ranks hold them in float32.*precision='{plan}'"
@@ -304,19 +308,19 @@ def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan
         training = Training(model, replace(TILES, precision=plan), cluster, SHAPE)
     assert len(told) == 1
     assert told[0].filename == __file__
-    training.step(*batches(1)[0])  # a second warning would be an error
+    training.step(*make_batches(1)[0])  # a second warning would be an error
     assert training.verify()["ok"]
 
 
 @pytest.mark.nightly
-def test_a_precision_that_the_plan_keeps_or_that_was_nobodys_choice_is_not_told(cluster):
-    for model, precision in ((unet().double(), "float64"), (unet(), "float64"), (unet(), "float32")):
+def test_a_precision_that_the_plan_keeps_or_that_was_nobodys_choice_is_not_reported(cluster):
+    for model, precision in ((make_unet().double(), "float64"), (make_unet(), "float64"), (make_unet(), "float32")):
         Training(model, replace(TILES, precision=precision), cluster, SHAPE)
 
 
 @pytest.mark.nightly
 def test_one_buffer_in_another_precision_is_named(cluster):
-    model = unet()
+    model = make_unet()
     model.register_buffer("scale", torch.ones(1, dtype=torch.float64))
     with pytest.warns(
         UserWarning, match=r"^1 of the model's \d+ tensors are float64 \(scale\), but ranks hold them in float"
@@ -331,8 +335,8 @@ def test_one_buffer_in_another_precision_is_named(cluster):
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
 def test_the_timeline_has_every_instruction_of_every_rank_once(cluster, plan: Plan):
     """Of the last step only."""
-    training = Training(unet(), plan, cluster, SHAPE)
-    training.fit(batches(2), progress=False)
+    training = Training(make_unet(), plan, cluster, SHAPE)
+    training.fit(make_batches(2), progress=False)
     timeline = training.timeline()
     assert timeline.ranks == tuple(range(N))
     for program in training.programs:
@@ -344,13 +348,13 @@ def test_the_timeline_has_every_instruction_of_every_rank_once(cluster, plan: Pl
 
 
 def test_close_frees_the_ranks(cluster):
-    training = Training(unet(), TILES, cluster, SHAPE)
+    training = Training(make_unet(), TILES, cluster, SHAPE)
     name = training.name
     assert cluster.call(lambda host: name in host.get_kept(RankTraining)) == [True] * N
     training.close()
     assert cluster.call(lambda host: name in host.get_kept(RankTraining)) == [False] * N
     with pytest.raises(PlanError, match="do not hold this training any more: it was closed"):
-        training.step(*batches(1)[0])
+        training.step(*make_batches(1)[0])
     training.close()
 
 
@@ -360,7 +364,7 @@ def test_a_training_that_nothing_refers_to_is_freed_with_the_next_one():
         for _ in range(3):
             training = None
             gc.collect()
-            training = Training(unet(), Plan(split_size=1, spatial_size=0), alone, SHAPE)
+            training = Training(make_unet(), Plan(split_size=1, spatial_size=0), alone, SHAPE)
         assert alone.call(lambda host: list(host.get_kept(RankTraining))) == [[training.name]]
         assert alone.freed == []
 
@@ -368,7 +372,7 @@ def test_a_training_that_nothing_refers_to_is_freed_with_the_next_one():
 @pytest.mark.nightly
 def test_a_timeline_before_the_first_step(cluster):
     with pytest.raises(PlanError, match=r"none was run yet, or since load\(\)\. Call step"):
-        Training(unet(), TILES, cluster, SHAPE).timeline()
+        Training(make_unet(), TILES, cluster, SHAPE).timeline()
 
 
 # ---- said before a rank is touched
@@ -376,22 +380,22 @@ def test_a_timeline_before_the_first_step(cluster):
 
 def test_a_plan_for_more_ranks_than_there_are(untouched):
     with pytest.raises(PlanError, match=r"needs 5 ranks \(4 \+ 1 over 2 stages\), but there are 4. Start 5 ranks"):
-        Training(unet(), Plan(), untouched, SHAPE)
+        Training(make_unet(), Plan(), untouched, SHAPE)
 
 
 @pytest.mark.nightly
 def test_more_tiles_than_rows(untouched):
     four_rows = replace(TILES, slice_method="horizontal")
     with pytest.raises(PlanError, match=r"stage 0: 3 rows of pixels cannot be cut into 4 tiles. Use a slice_method"):
-        Training(resnet(), four_rows, untouched, (1, 3, 3, 32))
+        Training(make_resnet(), four_rows, untouched, (1, 3, 3, 32))
     with pytest.raises(PlanError, match=r"max_pool2d.* in pool, .*: 2 rows of pixels cannot be cut into 4 tiles"):
-        Training(unet(), four_rows, untouched, (1, 3, 4, 8192))  # too many pixels for every rank to hold all
+        Training(make_unet(), four_rows, untouched, (1, 3, 4, 8192))  # too many pixels for every rank to hold all
 
 
 @pytest.mark.parametrize("shape", [(3, 12, 20), (2, 3, 0, 20), (2, 3, 12, -1), ()])
 def test_a_shape_that_is_no_batch_of_images(untouched, shape: tuple[int, ...]):
     with pytest.raises(ImageError, match=r"must be \(N, C, H, W\), four positive whole numbers"):
-        Training(unet(), TILES, untouched, shape)
+        Training(make_unet(), TILES, untouched, shape)
 
 
 def test_a_model_that_decides_by_values(untouched):
@@ -411,7 +415,7 @@ def test_a_model_that_decides_by_values(untouched):
 
 def test_images_that_the_model_cannot_take(untouched):
     with pytest.raises(TraceError, match=r"UNet cannot be traced with images of shape \(2, 4, 12, 20\): "):
-        Training(unet(), TILES, untouched, (2, 4, 12, 20))
+        Training(make_unet(), TILES, untouched, (2, 4, 12, 20))
 
 
 def test_an_operator_without_an_entry(untouched):
@@ -431,7 +435,7 @@ def test_an_operator_without_an_entry(untouched):
 
 def test_a_cluster_that_is_not_started(untouched):
     with pytest.raises(RankError, match="not started"):
-        Training(unet(), TILES, untouched, SHAPE)
+        Training(make_unet(), TILES, untouched, SHAPE)
 
 
 # ---- batches that do not fit
@@ -457,7 +461,7 @@ BAD_BATCHES: dict[str, tuple[Change, str]] = {
 
 @pytest.fixture(scope="module")
 def training(cluster) -> Training:
-    return Training(unet(), TILES, cluster, SHAPE)
+    return Training(make_unet(), TILES, cluster, SHAPE)
 
 
 @pytest.mark.sampled(2)
@@ -466,7 +470,7 @@ def training(cluster) -> Training:
 def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Change, message: str, verb: str):
     """Is refused with both numbers, before a rank is asked."""
     monkeypatch.setattr(training.cluster, "call", lambda *arguments, **more: pytest.fail("a rank was asked"))
-    bad = change(batches(1)[0])
+    bad = change(make_batches(1)[0])
     with pytest.raises(ImageError, match=message):
         training.step(*bad) if verb == "step" else getattr(training, verb)([bad])
 
@@ -476,25 +480,29 @@ def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Chan
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: float):
     """Not the weights, the buffers or the momentum; the next good batch goes as if the bad one had never come."""
-    first, second = batches(2)
+    first, second = make_batches(2)
     spoiled = first[0].clone()
     spoiled[1, 0, 0, 0] = value
-    training = Training(unet(), plan, cluster, SHAPE)
+    training = Training(make_unet(), plan, cluster, SHAPE)
     before = training.step(*first)
     state = training.state_dict()
     for _ in range(2):
         with pytest.raises(LossError, match=r"The loss is nan. No weight was changed. Found on rank 0: 1 value of"):
             training.step(spoiled, first[1])
-    assert equal(training.state_dict(), state)
-    assert (before, training.step(*second)) == same(alone(unet(), [first, second]).mean_losses)
+    assert is_equal(training.state_dict(), state)
+    assert (before, training.step(*second)) == make_approx(
+        train_in_one_process(make_unet(), [first, second]).mean_losses
+    )
 
 
 @pytest.mark.nightly
 def test_a_label_that_the_loss_leaves_out(cluster):
-    images, labels = batches(1)[0]
+    images, labels = make_batches(1)[0]
     labels[0, :3] = -100
-    training = Training(unet(), TILES, cluster, SHAPE)
-    assert training.step(images, labels) == same(alone(unet(), [(images, labels)]).mean_losses[0])
+    training = Training(make_unet(), TILES, cluster, SHAPE)
+    assert training.step(images, labels) == make_approx(
+        train_in_one_process(make_unet(), [(images, labels)]).mean_losses[0]
+    )
 
 
 def test_it_says_what_it_is(training: Training):
@@ -523,10 +531,10 @@ def test_one_weight_under_two_names_is_trained_as_one(cluster, plan):
         def forward(self, x):
             return self.b(self.a(x))
 
-    model, data = Tied(), batches(2)
+    model, data = Tied(), make_batches(2)
     training = Training(model, plan, cluster, SHAPE)
     training.fit(data, progress=False)
-    state, weights = training.state_dict(), alone(model, data).weights
+    state, weights = training.state_dict(), train_in_one_process(model, data).weights
     assert torch.equal(state["a.weight"], state["b.weight"])
     torch.testing.assert_close({name: state[name] for name in weights}, weights, rtol=1e-10, atol=0)
 
@@ -534,30 +542,34 @@ def test_one_weight_under_two_names_is_trained_as_one(cluster, plan):
 @pytest.mark.nightly
 def test_a_label_that_the_loss_leaves_out_by_a_number_of_its_own(cluster):
     """255 is what many masks of pixels say where nobody has looked."""
-    images, labels = batches(1)[0]
+    images, labels = make_batches(1)[0]
     labels[0, :3] = 255
     loss = nn.CrossEntropyLoss(ignore_index=255)
-    training = Training(unet(), TILES, cluster, SHAPE, loss=loss)
-    assert training.step(images, labels) == same(alone(unet(), [(images, labels)], loss=loss).mean_losses[0])
+    training = Training(make_unet(), TILES, cluster, SHAPE, loss=loss)
+    assert training.step(images, labels) == make_approx(
+        train_in_one_process(make_unet(), [(images, labels)], loss=loss).mean_losses[0]
+    )
 
 
 def test_a_label_below_zero(training: Training):
-    images, labels = batches(1)[0]
+    images, labels = make_batches(1)[0]
     with pytest.raises(ImageError, match="A label is -1"):
         training.step(images, labels - 1)
 
 
 @pytest.mark.nightly
 def test_a_model_of_which_nothing_is_trained(cluster):
-    training = Training(unet().requires_grad_(False), TILES, cluster, SHAPE)
-    assert training.step(*batches(1)[0]) == same(alone(unet(), batches(1)).mean_losses[0])
+    training = Training(make_unet().requires_grad_(False), TILES, cluster, SHAPE)
+    assert training.step(*make_batches(1)[0]) == make_approx(
+        train_in_one_process(make_unet(), make_batches(1)).mean_losses[0]
+    )
     assert training.verify()["ok"]
 
 
 @pytest.mark.nightly
 def test_an_optimiser_that_cannot_be_made(untouched):
     with pytest.raises(PlanError, match="Invalid learning rate: -1"):
-        Training(unet(), TILES, untouched, SHAPE, optimiser=lambda parameters: torch.optim.SGD(parameters, lr=-1))
+        Training(make_unet(), TILES, untouched, SHAPE, optimiser=lambda parameters: torch.optim.SGD(parameters, lr=-1))
 
 
 def test_verify_without_a_batch(training: Training):

@@ -33,7 +33,7 @@ from tests.draw.legible import read, unreadable
 from tests.sampling import EVERYTHING
 
 
-def model() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
@@ -83,7 +83,7 @@ def test_a_machine_file_that_cannot_be_used_is_named_before_anything_is_measured
 def test_what_cannot_be_traced_is_refused_before_a_minute_is_spent_on_calibration():
     cluster = Cluster(2, backend="loopback")  # not started: a calibration would raise RankError
     with pytest.raises(TraceError, match="names"):
-        tune(model(), SHAPE, cluster, loss=lambda scores, labels: (scores.names - labels).sum(), progress=False)
+        tune(make_model(), SHAPE, cluster, loss=lambda scores, labels: (scores.names - labels).sum(), progress=False)
 
 
 def test_a_rank_that_dies_ends_a_tuning():
@@ -115,7 +115,7 @@ def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkey
 
 
 def test_the_best_of_each_kind_that_may_be_fastest_is_measured_first(cluster):
-    found = PlanTuner(model(), SHAPE, cluster).find(progress=False)
+    found = PlanTuner(make_model(), SHAPE, cluster).find(progress=False)
     ordered = order_for_measurement(found.candidates, found.explanation)
     assert ordered[0].plan == found.plan
     assert sorted(map(id, ordered)) == sorted(map(id, found.candidates))
@@ -129,7 +129,7 @@ def test_the_best_of_each_kind_that_may_be_fastest_is_measured_first(cluster):
 
 
 def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
-    tuned = tune(model(), SHAPE, cluster, top=2, steps=2, progress=False)
+    tuned = tune(make_model(), SHAPE, cluster, top=2, steps=2, progress=False)
     measured = [each for each in tuned.candidates if each.measured]
     assert len(measured) == 2 < len(tuned.candidates)
     assert tuned.best.images_per_s == max(each.images_per_s for each in measured)
@@ -144,7 +144,7 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
     assert fastest.startswith(f"The fastest plan, as measured, is {describe_plan(tuned.plan)}: ")
     assert predicted.startswith("The best for 2 ranks, as predicted, is ")
     assert {classify_plan(each.plan) for each in tuned.candidates} <= {each.kind for each in tuned.explanation.verdicts}
-    training = Training(model(), tuned.plan, cluster, SHAPE)
+    training = Training(make_model(), tuned.plan, cluster, SHAPE)
     spec = training.recipe.step_specs
     training.step(torch.rand(spec["images"].shape), torch.zeros(spec["labels"].shape, dtype=torch.int64))
     training.close()
@@ -152,7 +152,7 @@ def test_the_best_plan_is_one_that_was_measured_and_trains(cluster):
 
 
 def test_by_memory_the_best_plan_is_the_leanest_that_was_measured(cluster):
-    tuned = tune(model(), SHAPE, cluster, top=2, steps=1, progress=False, by="memory")
+    tuned = tune(make_model(), SHAPE, cluster, top=2, steps=1, progress=False, by="memory")
     measured = [each for each in tuned.candidates if each.measured]
     assert tuned.best.peak_bytes == min(each.peak_bytes for each in measured)
     assert [each.predicted_bytes for each in tuned.candidates[2:]] == sorted(
@@ -162,12 +162,12 @@ def test_by_memory_the_best_plan_is_the_leanest_that_was_measured(cluster):
     assert first.startswith(f"The plan with the least memory, as measured, is {describe_plan(tuned.plan)}: ")
     assert second.startswith("What needs least memory for 2 ranks, as predicted, is ")
     limit = max(each.predicted_bytes for each in tuned.candidates) - 1
-    within = tune(model(), SHAPE, cluster, top=0, progress=False, rank_bytes=limit)
+    within = tune(make_model(), SHAPE, cluster, top=0, progress=False, rank_bytes=limit)
     assert within.best.predicted_bytes <= limit
 
 
 def test_a_tuner_orders_by_speed_or_memory(cluster):
-    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+    tuner = Tuner(make_model(), SHAPE, cluster, progress=False)
     fastest = tuner.plan
     assert [words for words, _ in tuner.order.options] == ["most images per second", "least memory of the fullest rank"]
     tuner.order.value = "memory"
@@ -177,7 +177,7 @@ def test_a_tuner_orders_by_speed_or_memory(cluster):
     tuner.order.value = "speed"
     assert tuner.plan == fastest
     assert "What needs least memory" not in tuner.why.value
-    lean = Tuner(model(), SHAPE, cluster, progress=False, by="memory")
+    lean = Tuner(make_model(), SHAPE, cluster, progress=False, by="memory")
     assert lean.order.value == lean.explanation.by == "memory"
     assert lean.chosen.predicted_bytes == min(each.predicted_bytes for each in tuner.candidates)
 
@@ -185,12 +185,12 @@ def test_a_tuner_orders_by_speed_or_memory(cluster):
 def test_numbers_that_make_no_sense_are_refused(cluster):
     for go in (tune, Tuner):
         with pytest.raises(PlanError, match=r"by='cost' is unknown"):
-            go(model(), SHAPE, cluster, by="cost")
+            go(make_model(), SHAPE, cluster, by="cost")
     with pytest.raises(PlanError, match="top=-1 plans"):
-        tune(model(), SHAPE, cluster, top=-1)
+        tune(make_model(), SHAPE, cluster, top=-1)
     for go in (
-        lambda: tune(model(), SHAPE, cluster, steps=0),
-        lambda: PlanTuner(model(), SHAPE, cluster).measure([], 0),
+        lambda: tune(make_model(), SHAPE, cluster, steps=0),
+        lambda: PlanTuner(make_model(), SHAPE, cluster).measure([], 0),
     ):
         with pytest.raises(PlanError, match="steps=0 of each plan"):
             go()
@@ -201,16 +201,16 @@ def test_what_cannot_be_trained_is_refused_before_the_machine_is_measured(cluste
     monkeypatch.setattr(cluster, "calibrate", lambda **more: asked.append(more) or cluster.machine)
     for go in (tune, Tuner):
         with pytest.raises(ImageError, match="must be"):
-            go(model(), SHAPE[1:], cluster)
+            go(make_model(), SHAPE[1:], cluster)
         with pytest.raises(PlanError):
-            go(model(), SHAPE, cluster, optimiser=lambda weights: torch.optim.SGD(weights, lr=-1))
+            go(make_model(), SHAPE, cluster, optimiser=lambda weights: torch.optim.SGD(weights, lr=-1))
     assert asked == []
-    PlanTuner(model(), SHAPE, cluster).find(progress=False)
+    PlanTuner(make_model(), SHAPE, cluster).find(progress=False)
     assert asked == [{"progress": False}]
 
 
 def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
-    tuned = tune(model(), SHAPE, cluster, top=1, steps=1, progress=False)
+    tuned = tune(make_model(), SHAPE, cluster, top=1, steps=1, progress=False)
     figure = show_tuning(tuned.candidates)
     assert unreadable(figure) == []
     assert "images per second" in read(figure)
@@ -224,7 +224,7 @@ def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
 
 
 def test_a_tuner_is_set_and_read_without_a_browser(cluster):
-    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+    tuner = Tuner(make_model(), SHAPE, cluster, progress=False)
     assert tuner.plan == tuner.candidates[0].plan
     other = tuner.candidates[3].plan
     tuner.rows.chosen = repr(other)
@@ -252,7 +252,7 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
 
 
 def test_the_page_measures_what_it_names_and_nothing_that_does_not_fit(cluster):
-    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+    tuner = Tuner(make_model(), SHAPE, cluster, progress=False)
     tuner.steps.value = 1
     first, last = tuner.candidates[0].plan, tuner.candidates[-1].plan
     tuner.view._handle_custom_msg({"measure": repr(last)}, [])  # before the state that tells of the choice
@@ -268,7 +268,7 @@ def test_the_page_measures_what_it_names_and_nothing_that_does_not_fit(cluster):
 
 
 def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):
-    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+    tuner = Tuner(make_model(), SHAPE, cluster, progress=False)
     tuner.top.value, tuner.steps.value = 2, 1
     tuner.measure_best()
     assert tuner.plan == tuner.candidates[0].plan
@@ -283,7 +283,7 @@ def test_plans_whose_steps_overlap_with_those_of_the_fastest_may_be_as_fast():
     ]
     seconds = [(1.0, 1.2, 1.4), (1.5, 1.6, 1.7), (1.3, 1.9, 2.0)]
     candidates = [
-        Candidate(forecast(model(), plan, SHAPE, "Summit"), Measurement(times, (1,)))
+        Candidate(forecast(make_model(), plan, SHAPE, "Summit"), Measurement(times, (1,)))
         for plan, times in zip(plans, seconds, strict=True)
     ]
     words = describe_measurements(candidates)
@@ -297,7 +297,7 @@ def test_plans_whose_steps_overlap_with_those_of_the_fastest_may_be_as_fast():
 
 def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
     neutral = SHAPE[0]
-    tuner = Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=neutral)
+    tuner = Tuner(make_model(), SHAPE, cluster, progress=False, neutral_batch=neutral)
     assert len({each.forecast.images for each in tuner.candidates}) > 1
     assert tuner.candidates == sort_candidates(tuner.candidates, neutral)
     tuner.steps.value = 1
@@ -307,20 +307,20 @@ def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
         if candidate.measured is not None:
             assert dict(point.facts)["measured"].startswith(f"{format_number(candidate.images_per_s)} images/s")
     with pytest.raises(PlanError, match="neutral_batch=0 must be 1 image or more"):
-        Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=0)
+        Tuner(make_model(), SHAPE, cluster, progress=False, neutral_batch=0)
 
 
-def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):
-    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+def test_a_plan_that_fails_is_reported_and_the_others_are_measured(cluster, monkeypatch):
+    tuner = Tuner(make_model(), SHAPE, cluster, progress=False)
     first, second = order_for_measurement(tuner.candidates, tuner.explanation)[:2]
     whole = tuner.tuning.make_recipe
 
-    def failing(plan):
+    def fail_for_first(plan):
         if plan == first.plan:
             raise PlanError("it does not <run>")
         return whole(plan)
 
-    monkeypatch.setattr(tuner.tuning, "make_recipe", failing)
+    monkeypatch.setattr(tuner.tuning, "make_recipe", fail_for_first)
     tuner.top.value, tuner.steps.value = 2, 1
     tuner.measure_best()
     assert tuner.candidates[0].plan == second.plan
@@ -332,11 +332,12 @@ def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypa
 @pytest.mark.nightly
 def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
     with Cluster(2) as started:
-        tuned = tune(model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)
+        tuned = tune(make_model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)
         for each in tuned.candidates[:2]:
             assert 0.05 < each.predicted_images_per_s / each.images_per_s < 20
             check_bytes(
-                each, compile_plan(PlanTuner(model(), (2, 3, 64, 64), started).traces.get_graph(each.plan), each.plan)
+                each,
+                compile_plan(PlanTuner(make_model(), (2, 3, 64, 64), started).traces.get_graph(each.plan), each.plan),
             )
 
 
@@ -348,7 +349,7 @@ def check_bytes(found: Candidate, programs: Sequence[Program]) -> None:
 
 
 def test_a_plan_whose_bytes_were_not_counted_has_a_figure():
-    found = forecast(model(), Plan(split_size=1, spatial_size=0), SHAPE, "Summit")
+    found = forecast(make_model(), Plan(split_size=1, spatial_size=0), SHAPE, "Summit")
     candidate = Candidate(found, Measurement((0.1, 0.2), ()))
     assert candidate.peak_bytes is None
     assert candidate._repr_html_()
@@ -358,7 +359,7 @@ def test_a_plan_whose_bytes_were_not_counted_has_a_figure():
 def test_a_calibrated_cluster_forecasts_after_it_was_stopped():
     with Cluster(2, backend="loopback") as started:
         started.calibrate(quick=True, accept_noise=True, progress=False)
-        training = Training(model(), Plan(split_size=2, spatial_size=0), started, SHAPE)
+        training = Training(make_model(), Plan(split_size=2, spatial_size=0), started, SHAPE)
         found = training.forecast()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -22,7 +22,7 @@ def run(output: ProcessOutput, code: str) -> None:
         output.begin()
 
 
-def test_every_line_is_told_and_the_end_is_kept(monkeypatch):
+def test_every_line_is_reported_and_the_end_is_kept(monkeypatch):
     monkeypatch.setattr(process_output, "_KEPT_BYTES", 1000)
     told: list[bytes] = []
     output = ProcessOutput(told.append)
@@ -51,21 +51,21 @@ def test_a_line_without_an_end_takes_no_memory(monkeypatch):
     assert len(told[0]) < 1000 + 2 * process_output._PART_BYTES
 
 
-def stored_bytes(folder: Path) -> int:
+def count_stored_bytes(folder: Path) -> int:
     """Of all files in it, and in the folders in it."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.nightly
 def test_the_folder_of_a_cluster_does_not_grow_with_its_calls():
-    def prints(host):
+    def print_and_gather(host):
         print("a line of a rank")
         return host.world.all_gather(host.world.rank)
 
     with Cluster(2, output=False) as cluster:
-        cluster.call(prints)
-        before = stored_bytes(cluster._ranks._place.home)
+        cluster.call(print_and_gather)
+        before = count_stored_bytes(cluster._ranks._place.home)
         for _ in range(50):
-            cluster.call(prints)
-        assert stored_bytes(cluster._ranks._place.home) == before
+            cluster.call(print_and_gather)
+        assert count_stored_bytes(cluster._ranks._place.home) == before
         assert len(cluster._ranks._launchers[0].get_output()) < 2000  # nor is it told what nobody reads
