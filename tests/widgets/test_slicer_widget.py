@@ -122,7 +122,7 @@ def test_the_figure_follows_the_view(slicer):
     assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, 2, tile=0).alt
 
 
-def test_the_receptive_field_of_a_pixel_is_told(slicer):
+def test_the_receptive_field_of_a_pixel_is_said(slicer):
     slicer.layer.value = 2
     slicer.view.fields = True
     slicer.pick(23, 29)
