@@ -55,7 +55,7 @@ Line = dict[str, Any]
 def measure_moves(browser: Any, view: Any, selector: str, kinds: Sequence[str]) -> Iterator[tuple[str, Line]]:
     """Move things on the page of a widget whose kernel answers nothing."""
     harness = PageHarness(browser, view)
-    harness.settle(5)
+    harness.advance(5)
     harness.page.wait_for_timeout(1500)  # tissue comes
     harness.is_busy = True
     for kind in kinds:
@@ -96,7 +96,7 @@ def configurator(browser: Any) -> Iterator[tuple[str, Line]]:
         made = Configurator(model, (1, 3, side, side), machine="Summit", plan=plan)
         made.wait()
         harness = PageHarness(browser, made.view)
-        harness.settle(5)
+        harness.advance(5)
         found = [time_counts(harness, key) for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowLeft") * 3]
         yield f"configurator, {what}: knob to counts", summarise(found)
         harness.page.context.close()
@@ -126,7 +126,7 @@ def stepper(browser: Any) -> Iterator[tuple[str, Line]]:
         training = Training(resnet20_v1(), TILES, cluster, images.shape)
         made = Stepper(training, images, torch.tensor([3, 7]))
         harness = PageHarness(browser, made.view, reduced_motion="reduce")
-        harness.settle(5)
+        harness.advance(5)
         yield "stepper, 5 ranks: instruction", summarise([time_instruction(harness) for _ in range(12)])
         made.close()
         harness.page.context.close()
@@ -149,7 +149,7 @@ def wait_until(harness: PageHarness, condition: str) -> None:
     while not harness.page.evaluate(condition):
         if time.monotonic() > deadline:
             raise TimeoutError(condition)
-        harness.settle(1)
+        harness.advance(1)
 
 
 def summarise(milliseconds: Sequence[float]) -> Line:

@@ -1,6 +1,6 @@
 """What keeps a person from using a notebook's outputs by keyboard, with a screen reader, or in another theme.
 
-`assert accessible(notebook) == []` at the end of a test of a widget.
+`assert find_access_faults(notebook) == []` at the end of a test of a widget.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ TEXTS = """outputs => {
 }"""
 
 
-def accessible(notebook) -> list[str]:
+def find_access_faults(notebook) -> list[str]:
     """What is wrong in the outputs of an open notebook; empty where nothing is. It moves the focus."""
     page = notebook.page
-    return [*nameless(page), *unreached(page), *pale(page)]
+    return [*find_nameless(page), *find_unreached(page), *find_pale(page)]
 
 
-def nameless(page) -> Iterator[str]:
+def find_nameless(page) -> Iterator[str]:
     """Controls and pictures without a name in the tree that Chromium shows to screen readers."""
     session = page.context.new_cdp_session(page)
     root = session.send("DOM.getDocument", {"depth": 0})["root"]["nodeId"]
@@ -67,7 +67,7 @@ def nameless(page) -> Iterator[str]:
     yield from (f"a picture has no words: {markup[:160]}" for markup in found)
 
 
-def unreached(page) -> Iterator[str]:
+def find_unreached(page) -> Iterator[str]:
     """Controls that Tab does not come to from the first one."""
     names = page.evaluate(MARK, OUTPUTS)
     if not names:
@@ -82,29 +82,29 @@ def unreached(page) -> Iterator[str]:
     yield from (f"Tab does not reach {name!r}" for number, name in enumerate(names) if str(number) not in reached)
 
 
-def pale(page) -> Iterator[str]:
+def find_pale(page) -> Iterator[str]:
     """Texts that stand out too little from what is behind them."""
     for text, colour, behind, size_px, weight in page.evaluate(TEXTS, OUTPUTS):
-        found = contrast(colour, behind)
+        found = compute_contrast(colour, behind)
         large = size_px >= 24 or (size_px >= 18.66 and weight >= 700)
         if found < (LEAST_LARGE if large else LEAST):
             yield f"{text!r} has a contrast of {found:.2f}: {colour} on {behind[0]}"
 
 
-def contrast(colour: str, behind: list[str]) -> float:
+def compute_contrast(colour: str, behind: list[str]) -> float:
     """The ratio of lightness of a text and of the colours behind it, nearest first, each as CSS tells it.
 
-    >>> contrast("rgb(0, 0, 0)", ["rgba(0, 0, 0, 0)", "rgb(255, 255, 255)"])
+    >>> compute_contrast("rgb(0, 0, 0)", ["rgba(0, 0, 0, 0)", "rgb(255, 255, 255)"])
     21.0
     """
     ground = (255.0, 255.0, 255.0)
     for each in reversed(behind):
-        ground = _over(each, ground)
-    one, other = (_lightness(each) + 0.05 for each in (_over(colour, ground), ground))
+        ground = _lay_over(each, ground)
+    one, other = (_compute_lightness(each) + 0.05 for each in (_lay_over(colour, ground), ground))
     return max(one, other) / min(one, other)
 
 
-def _over(colour: str, ground: tuple[float, ...]) -> tuple[float, ...]:
+def _lay_over(colour: str, ground: tuple[float, ...]) -> tuple[float, ...]:
     """A colour as it is seen on a ground."""
     kind, _, numbers = colour.rstrip(")").partition("(")
     parts = [float(part) for part in numbers.replace(",", " ").replace("/", " ").replace("srgb", "").split()]
@@ -113,7 +113,7 @@ def _over(colour: str, ground: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(alpha * scale * part + (1 - alpha) * under for part, under in zip(parts[:3], ground, strict=True))
 
 
-def _lightness(colour: tuple[float, ...]) -> float:
+def _compute_lightness(colour: tuple[float, ...]) -> float:
     """The relative luminance of WCAG 2.2."""
     linear = [c / 3294.6 if c <= 10.31475 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

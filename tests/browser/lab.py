@@ -59,14 +59,14 @@ class Lab:
             )  # fmt: skip
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and not self.url:
-            self.url = self._found(Path(own["JUPYTER_RUNTIME_DIR"]))
+            self.url = self._find_server(Path(own["JUPYTER_RUNTIME_DIR"]))
             time.sleep(0.1)
         if not self.url:
             self.stop()
             raise TimeoutError((self.folder / "lab.log").read_text())
         return self
 
-    def _found(self, runtime: Path) -> str:
+    def _find_server(self, runtime: Path) -> str:
         for file in runtime.glob("jpserver-*.json"):
             try:
                 url = json.loads(file.read_text())["url"]
@@ -76,7 +76,7 @@ class Lab:
             return url
         return ""
 
-    def descendants(self) -> list[psutil.Process]:
+    def list_descendants(self) -> list[psutil.Process]:
         """The kernels, and all that they have started."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
@@ -85,7 +85,7 @@ class Lab:
 
     def stop(self) -> None:
         """End it with its kernels."""
-        rest = self.descendants()
+        rest = self.list_descendants()
         self.process.terminate()
         self.process.wait(30)
         for each in rest:
@@ -113,14 +113,14 @@ class NotebookPage:
         for _ in range(PAGES):
             self.errors.clear()
             try:
-                self._show(self._stored(cells))
+                self._show(self._store_notebook(cells))
                 if dark:
-                    self.menu("Settings", "Theme", "JupyterLab Dark")
+                    self.choose_in_menu("Settings", "Theme", "JupyterLab Dark")
                 self._run("all-cells", RUN_S)
                 if self._has_run(len(cells)):
                     return
-                self.failures.append(self._shown())
-                self.shut_down()
+                self.failures.append(self._describe_page())
+                self.end_kernel()
             except PageError as error:
                 self.failures.append(str(error))
         raise TimeoutError("JupyterLab did not run all cells:\n" + "\n".join(self.failures))
@@ -159,7 +159,7 @@ class NotebookPage:
         self.page.wait_for_function("() => window.ran", timeout=within_s * 1000)
         self.wait_idle()
 
-    def _stored(self, cells: Sequence[str]) -> str:
+    def _store_notebook(self, cells: Sequence[str]) -> str:
         """The name of a new notebook of these cells."""
         self.opened += 1
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -175,7 +175,7 @@ class NotebookPage:
         self.page.evaluate(ANSWERED)
         self.page.wait_for_selector(IDLE, timeout=START_S * 1000)
 
-    def menu(self, *path: str) -> None:
+    def choose_in_menu(self, *path: str) -> None:
         """Choose from the menu bar."""
         self.page.click(f'.lm-MenuBar-itemLabel:text-is("{path[0]}")')
         for entry in path[1:]:
@@ -187,7 +187,7 @@ class NotebookPage:
         a_widget = "/^(<mpi4dl_nb.* object at|\\w+\\(children=)/"
         return bool(self.page.evaluate(f"() => {done} && !{TEXTS}.some(text => {a_widget}.test(text))"))
 
-    def _shown(self) -> str:
+    def _describe_page(self) -> str:
         """The prompts, the outputs' texts and the dialogs of the page, for a failure's message."""
         dialogs = [dialog.inner_text() for dialog in self.page.locator("dialog.jp-Dialog").all()]
         return (
@@ -218,11 +218,11 @@ class NotebookPage:
         self.page.wait_for_function(f"() => /\\d/.test({PROMPTS}.at(-1))", timeout=RUN_S * 1000)
         return cell.locator(".jp-OutputArea-output").first.inner_text().strip()
 
-    def shut_down(self) -> None:
+    def end_kernel(self) -> None:
         """End the notebook's kernel, as closing it for good does."""
         self.page.evaluate(f"async () => {{ await {CURRENT}.sessionContext.shutdown() }}")
         self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=unknown]", timeout=START_S * 1000)
 
-    def control(self, label: str) -> object:
+    def find_control(self, label: str) -> object:
         """The control with this label; of a slider, the box beside it."""
         return self.page.get_by_label(label, exact=True).first

@@ -40,19 +40,19 @@ def chromium() -> Iterator[object]:
 @pytest.fixture
 def notebook(chromium, lab) -> Iterator[NotebookPage]:
     """A page that opens notebooks. At the end its console has told no error, and no process is left."""
-    before = set(lab.descendants())
+    before = set(lab.list_descendants())
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     found = NotebookPage(lab, context.new_page())
     yield found
-    found.shut_down()
+    found.end_kernel()
     context.close()
     assert found.errors == []
-    assert left_after(lab, before) == []
+    assert find_left_processes(lab, before) == []
 
 
-def left_after(lab: Lab, before: set[psutil.Process]) -> list[psutil.Process]:
+def find_left_processes(lab: Lab, before: set[psutil.Process]) -> list[psutil.Process]:
     """The processes that are still there after the time in which all have to end."""
     deadline = time.monotonic() + GONE_S
-    while (left := [each for each in lab.descendants() if each not in before]) and time.monotonic() < deadline:
+    while (left := [each for each in lab.list_descendants() if each not in before]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.accessible import accessible, contrast
+from tests.browser.accessible import compute_contrast, find_access_faults
 
 OURS = """
 import ipywidgets
@@ -45,22 +45,22 @@ WRONG = [
 @pytest.mark.nightly
 def test_our_parts_can_be_used_by_everybody_and_others_are_found(notebook):
     notebook.open([OURS])
-    assert accessible(notebook) == []
+    assert find_access_faults(notebook) == []
     bar = notebook.page.get_by_role("slider", name="layer")
     bar.focus()
     notebook.page.keyboard.press("ArrowRight")
     notebook.page.keyboard.press("ArrowRight")
     assert notebook.run_cell("print(tried.children[4].value)") == "5"
     assert notebook.page.get_by_role("spinbutton", name="layer").input_value() == "5"
-    notebook.menu("Settings", "Theme", "JupyterLab Dark")
+    notebook.choose_in_menu("Settings", "Theme", "JupyterLab Dark")
     notebook.page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
-    assert accessible(notebook) == []
-    notebook.menu("Settings", "Theme", "JupyterLab Light")
+    assert find_access_faults(notebook) == []
+    notebook.choose_in_menu("Settings", "Theme", "JupyterLab Light")
     notebook.start_cell(BAD)
     notebook.page.get_by_text("too pale").last.wait_for()
     missing = WRONG
     for _ in range(20):  # a control comes to the screen reader's tree a little after the page
-        found = "\n".join(accessible(notebook))
+        found = "\n".join(find_access_faults(notebook))
         missing = [what for what in WRONG if what not in found]
         if not missing:
             break
@@ -69,7 +69,7 @@ def test_our_parts_can_be_used_by_everybody_and_others_are_found(notebook):
 
 
 def test_contrast_is_that_of_what_is_seen():
-    assert contrast("rgb(118, 118, 118)", ["rgb(255, 255, 255)"]) == pytest.approx(4.54, abs=0.01)
-    half = contrast("rgba(0, 0, 0, 0.5)", ["rgba(0, 0, 0, 0)", "rgb(255, 255, 255)"])
-    assert half == pytest.approx(contrast("rgb(127.5, 127.5, 127.5)", ["rgb(255, 255, 255)"]))
-    assert contrast("rgb(255, 255, 255)", ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]) == 1
+    assert compute_contrast("rgb(118, 118, 118)", ["rgb(255, 255, 255)"]) == pytest.approx(4.54, abs=0.01)
+    half = compute_contrast("rgba(0, 0, 0, 0.5)", ["rgba(0, 0, 0, 0)", "rgb(255, 255, 255)"])
+    assert half == pytest.approx(compute_contrast("rgb(127.5, 127.5, 127.5)", ["rgb(255, 255, 255)"]))
+    assert compute_contrast("rgb(255, 255, 255)", ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]) == 1

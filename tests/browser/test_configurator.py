@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.accessible import accessible
+from tests.browser.accessible import find_access_faults
 
 CELLS = [
     """
@@ -65,5 +65,5 @@ def test_a_plan_is_chosen_and_its_cluster_started_by_keyboard(notebook):
     page.get_by_role("button", name="3 ranks run").wait_for(timeout=START_MS)
     ranks = "configurator.cluster.call(lambda host: host.world.size)"
     assert notebook.run_cell(f"print(configurator.plan, {ranks})") == "Plan(split_size=3, spatial_size=0) [3, 3, 3]"
-    assert accessible(notebook) == []
+    assert find_access_faults(notebook) == []
     assert notebook.run_cell("configurator.cluster.stop(); print(configurator.cluster.state)") == "not started"

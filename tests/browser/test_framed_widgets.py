@@ -73,10 +73,10 @@ class ConvertedPage:
         self.context.route(re.compile("^https?:"), lambda route: route.fulfill(content_type="text/javascript", body=""))
         self.page.on("console", lambda said: said.type in ("error", "warning") and self.errors.append(said.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", self._note)
+        self.page.on("request", self._record_request)
         self.page.goto(path.as_uri())
 
-    def _note(self, request: object) -> None:
+    def _record_request(self, request: object) -> None:
         if request.frame != self.page.main_frame and not request.url.startswith(("about:", "blob:", "data:")):
             self.asked.append(request.url)
 
@@ -152,7 +152,7 @@ def test_a_live_notebook_shows_each_widget_once_and_a_reopened_one_its_page(note
     assert page.evaluate(HIDDEN_FRAMES) == [0], "the frame stays hidden beside a live widget"
     page.evaluate(f"async () => {{ await {CURRENT}.context.save() }}")
     name = page.evaluate(f"() => {CURRENT}.context.path")
-    notebook.shut_down()
+    notebook.end_kernel()
     notebook._show(name)  # with a new kernel, which knows no widget
     frame = page.frame_locator(f'iframe[title="{FRAMES[0]}"]')
     expect(frame.locator(".mpi4dl-slicer")).to_be_visible(timeout=START_S * 1000)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.browser.accessible import accessible
+from tests.browser.accessible import find_access_faults
 
 CELLS = [
     """
@@ -29,7 +29,7 @@ def test_a_training_is_watched_and_stopped(notebook):
     page = notebook.page
     notebook.open(CELLS)
     page.get_by_role("img", name="0 steps done").wait_for()
-    assert accessible(notebook) == []
+    assert find_access_faults(notebook) == []
     notebook.start_cell("history = training.fit(images, epochs=100, save='checkpoints')")
     numbers = page.get_by_text(STEP)
     numbers.wait_for()
@@ -45,7 +45,7 @@ def test_a_training_is_watched_and_stopped(notebook):
     page.keyboard.press("Enter")
     notebook.wait_idle()
     page.get_by_role("img", name=re.compile(r"A training, stopped after \d+ steps")).wait_for()
-    assert accessible(notebook) == []
+    assert find_access_faults(notebook) == []
     told = "print(history.stopped, 0 < len(history.losses) < 2000, training.load('checkpoints') == len(history.losses))"
     assert notebook.run_cell(told) == "True True True"
     assert notebook.run_cell("cluster.stop(); print(cluster.state)") == "not started"

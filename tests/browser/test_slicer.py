@@ -6,7 +6,7 @@ import re
 
 from playwright.sync_api import expect
 
-from tests.browser.accessible import accessible
+from tests.browser.accessible import find_access_faults
 
 CELLS = [
     """
@@ -31,16 +31,16 @@ def test_a_seam_is_found_looked_at_and_understood(notebook):
     for _ in range(2):
         page.keyboard.press("ArrowRight")
     expect(title).to_contain_text("layer blocks.0.branch.3 (conv2d) reads 16 channels")
-    expect(notebook.control("layer")).to_have_value("2")
-    notebook.control("layer").fill("0")
-    notebook.control("layer").press("Enter")
+    expect(notebook.find_control("layer")).to_have_value("2")
+    notebook.find_control("layer").fill("0")
+    notebook.find_control("layer").press("Enter")
     expect(title).to_contain_text("layer stem.0 ")
 
     canvas = page.locator("canvas.mpi4dl-canvas")
     canvas.focus()
     page.keyboard.press("t")
     expect(words).to_contain_text("Tile 1 (rank 1) owns 256 × 256")
-    expect(notebook.control("tile")).to_have_value("1")
+    expect(notebook.find_control("tile")).to_have_value("1")
     for key in ("h", "+", "+", "+", "ArrowRight", "ArrowRight"):
         page.keyboard.press(key)
     told = page.locator(".mpi4dl-tooltip")
@@ -51,6 +51,6 @@ def test_a_seam_is_found_looked_at_and_understood(notebook):
     page.wait_for_timeout(1000)  # the kernel hears of the view when it has come to rest
     assert "Shown: rows" in notebook.run_cell("print(slicer.figure.alt)")
 
-    notebook.control("fused halos (D2)").check()
+    notebook.find_control("fused halos (D2)").check()
     expect(words).to_contain_text(re.compile(r"halos, [\d.]+ KB \(D1\), against \d+ halos"))
-    assert accessible(notebook) == []
+    assert find_access_faults(notebook) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.accessible import accessible
+from tests.browser.accessible import find_access_faults
 
 CELLS = [
     """
@@ -76,27 +76,27 @@ WORDS = "document.querySelector('.mpi4dl-words').textContent"
 def test_a_step_is_walked_forward_and_back(notebook):
     notebook.open(CELLS)
     picture = notebook.page.locator(".mpi4dl-stage")
-    press(notebook, picture, "n", FORWARD)
+    send_key(notebook, picture, "n", FORWARD)
     assert notebook.run_cell("print(stepper.stepping.event.number, same('9', False))") == f"{FORWARD} (4, True, True)"
-    notebook.control("Channel").fill("2")
+    notebook.find_control("Channel").fill("2")
     notebook.page.keyboard.press("Enter")
     notebook.page.locator(".mpi4dl-words", has_text="channel 2 of 4").wait_for(state="attached")
-    notebook.control("Stop at kind").select_option("any")
-    notebook.control("Stop at phase").select_option("backward")
-    press(notebook, picture, "b", 1)
-    press(notebook, picture, "n", BACKWARD)
+    notebook.find_control("Stop at kind").select_option("any")
+    notebook.find_control("Stop at phase").select_option("backward")
+    send_key(notebook, picture, "b", 1)
+    send_key(notebook, picture, "n", BACKWARD)
     assert "gradients were sent back" in notebook.page.evaluate(WORDS)
     assert notebook.page.locator(".mpi4dl-strips").get_by_text("gradients were sent back").is_visible()
     assert notebook.run_cell("print(same('5', True))") == "(4, True, True)"
     assert notebook.run_cell(ADDED) == "True"
     before = notebook.run_cell("print(stepper.stepping.event.places)")
-    press(notebook, picture, "ArrowLeft", 2)
+    send_key(notebook, picture, "ArrowLeft", 2)
     assert notebook.page.locator(".mpi4dl-badge").inner_text().startswith("recorded: ")
     assert notebook.run_cell("print(stepper.stepping.event.places)") == before
-    assert accessible(notebook) == []
-    act(notebook, lambda: notebook.page.get_by_role("button", name="Restart", exact=True).click())
+    assert find_access_faults(notebook) == []
+    run_action(notebook, lambda: notebook.page.get_by_role("button", name="Restart", exact=True).click())
     assert notebook.page.evaluate(WORDS).startswith("At the start of a training step")
-    press(notebook, picture, "f", 1)
+    send_key(notebook, picture, "f", 1)
     assert notebook.page.evaluate(WORDS).startswith("The step is done")
     assert notebook.run_cell("print(stepper.stepping.loss == loss.item(), training.steps)") == "True 1"
     assert notebook.run_cell("stepper.close(); cluster.stop(); print(cluster.state)") == "not started"
@@ -104,14 +104,14 @@ def test_a_step_is_walked_forward_and_back(notebook):
     last.wait_for()  # until it is visible: a closed stepper keeps its last picture
 
 
-def press(notebook, picture, key: str, times: int) -> None:
+def send_key(notebook, picture, key: str, times: int) -> None:
     """Press a key on the picture so many times, each when the last one has been answered."""
     picture.focus()
     for _ in range(times):
-        act(notebook, lambda: notebook.page.keyboard.press(key))
+        run_action(notebook, lambda: notebook.page.keyboard.press(key))
 
 
-def act(notebook, action) -> None:
+def run_action(notebook, action) -> None:
     """Do something, and wait until the picture has changed for it and the ranks have stopped."""
     before = notebook.page.evaluate(WORDS)
     action()

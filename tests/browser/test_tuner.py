@@ -41,7 +41,7 @@ def test_plans_are_measured_and_one_is_chosen_by_keyboard(notebook):
     why = page.get_by_role("listitem").filter(has_text="The best for 2 ranks, as predicted, is")
     assert "images/s in steps of" in why.inner_text()
     assert page.get_by_role("listitem").filter(has_text="data parallelism").count() == 1
-    steps = notebook.control("steps of each")
+    steps = notebook.find_control("steps of each")
     steps.fill("1")
     steps.press("Tab")
     page.keyboard.press("Enter")  # the next control is the button that measures the best

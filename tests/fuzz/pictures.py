@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from tests.fuzz.damage import DAMAGES, damaged_bytes, repair_png, tags
 from tests.fuzz.judge import Case, Outside, Random
-from tests.images.made_slides import tissue, write_ome, write_pages, write_svs
+from tests.images.made_slides import make_tissue, write_ome, write_pages, write_svs
 
 MOST_PX = 1 << 20  # that are read of a picture at once
 
@@ -24,7 +24,7 @@ MOST_PX = 1 << 20  # that are read of a picture at once
 @cache
 def files() -> dict[str, bytes]:
     """One small file of each kind, by name."""
-    small = tissue(96, 130)
+    small = make_tissue(96, 130)
     clear = np.dstack([small, small[..., 0]])
     with TemporaryDirectory() as place:
         folder = Path(place)
@@ -41,7 +41,7 @@ def files() -> dict[str, bytes]:
         tifffile.imwrite(folder / "big.tif", small, photometric="rgb", tile=(32, 32), bigtiff=True, byteorder=">")
         write_pages(folder / "pages.tif", small, tile=(32, 32))
         write_ome(folder / "a.ome.tif", small, tile=(32, 32))
-        write_svs(folder / "a.svs", tissue(192, 256), tile=32)
+        write_svs(folder / "a.svs", make_tissue(192, 256), tile=32)
         write_svs(folder / "plain.svs", small, tile=32, compression=None)
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 

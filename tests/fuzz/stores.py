@@ -18,7 +18,7 @@ from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.pictures import look
 from tests.fuzz.tables import make_other
-from tests.images.made_slides import tissue
+from tests.images.made_slides import make_tissue
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _HUGE = 1 << 20  # of a file that has been made so
@@ -29,7 +29,7 @@ KINDS = [kind for kind in KINDS if kind[:2] != (2, "shards")]
 
 def write_store(path: Path, version: int, codec: str, ome: bool) -> None:
     """A picture of 40 x 50 pixels: an array, or the two levels of an OME-Zarr group."""
-    pixels = tissue(40, 50)
+    pixels = make_tissue(40, 50)
     options: dict[str, object] = {"chunks": (16, 16, 3)}
     if codec == "gzip":
         options["compressors"] = {"id": "gzip"} if version == 2 else {"name": "gzip", "configuration": {"level": 5}}

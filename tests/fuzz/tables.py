@@ -28,7 +28,7 @@ from mpi4dl_nb.engines.images.tables import table_images
 from tests.fuzz.damage import damaged_bytes
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.pictures import odd_picture
-from tests.images.made_slides import tissue
+from tests.images.made_slides import make_tissue
 
 SIZE = (24, 20)
 _BOX = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>2</ymin><xmax>20</xmax><ymax>20</ymax></bndbox></object>"
@@ -65,14 +65,14 @@ def _masks(folder: Path) -> None:
 def _classes(folder: Path) -> None:
     for name in ("x/1.png", "x/slide/2.png", "y/3.jpg"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(tissue(30, 26)).save(folder / name)
+        Image.fromarray(make_tissue(30, 26)).save(folder / name)
 
 
 def _voc(folder: Path) -> None:
     for inside in ("Annotations", "JPEGImages", "ImageSets/Main"):
         (folder / inside).mkdir(parents=True)
     for number, name in enumerate("ab"):
-        Image.fromarray(tissue(40, 50)).save(folder / "JPEGImages" / f"{name}.jpg")
+        Image.fromarray(make_tissue(40, 50)).save(folder / "JPEGImages" / f"{name}.jpg")
         boxes = _BOX.format("cell", 2) + _BOX.format("dust", number)
         (folder / "Annotations" / f"{name}.xml").write_text(f"<annotation>{boxes}</annotation>")
     (folder / "ImageSets/Main/train.txt").write_text("a\nb\n")
@@ -93,7 +93,7 @@ def _cifar_binary(folder: Path) -> None:
 
 def _pictures(folder: Path) -> None:
     """Three pictures with masks, each of another format."""
-    pixels, classes = tissue(30, 26), (np.arange(30 * 26) % 3).astype(np.uint8).reshape(30, 26)
+    pixels, classes = make_tissue(30, 26), (np.arange(30 * 26) % 3).astype(np.uint8).reshape(30, 26)
     for name in ("a.png", "b.jpg", "c.tif"):
         Image.fromarray(pixels).save(folder / name)
     Image.fromarray(classes).save(folder / "a_mask.png")

@@ -17,7 +17,7 @@ REGION = Tile(Span(-5, 41), Span(50, 90))  # reaches outside, above and to the r
 FRAMES = {"whole": None, "region": REGION}
 
 
-def saved(path: Path, pixels: NDArray[np.generic], mode: str | None = None) -> Path:
+def save_image(path: Path, pixels: NDArray[np.generic], mode: str | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     image = Image.fromarray(pixels)
     (image.convert(mode) if mode else image).save(path)

@@ -63,10 +63,10 @@ def check_row(row: MetadataRow, made: MadeFile, folder: Path) -> None:
         _check_mask(made, made.write_mask(folder / "mask") if made.write_mask else path)
     for reader, numbers in made.others.items():
         expected = made.picture if numbers is None else numbers
-        assert np.array_equal(spread(reader(path)), spread(expected)), reader.__name__
+        assert np.array_equal(expand_channels(reader(path)), expand_channels(expected)), reader.__name__
 
 
-def spread(pixels: Array) -> Array:
+def expand_channels(pixels: Array) -> Array:
     """(H, W) or (H, W, 1) -> (H, W, 3); more channels stay."""
     pixels = np.atleast_3d(pixels)
     return np.broadcast_to(pixels, (*pixels.shape[:2], max(3, pixels.shape[2])))
@@ -76,10 +76,10 @@ def _check_picture(row: MetadataRow, made: MadeFile, path: Path) -> None:
     if isinstance(made.picture, str):
         check_refused(lambda: read_picture(path), made.picture)
         return
-    found, expected = read_picture(path), spread(made.picture)
+    found, expected = read_picture(path), expand_channels(made.picture)
     assert np.array_equal(found, expected)
     if made.naive is not None:
-        assert np.array_equal(found, spread(made.naive)) == (row.picture == "ignored")
+        assert np.array_equal(found, expand_channels(made.naive)) == (row.picture == "ignored")
 
 
 def _check_mask(made: MadeFile, path: Path) -> None:
@@ -119,7 +119,7 @@ def read_mask(path: Path, classes: int = 256, **options: Any) -> Array:
 # Independent readers, for `MadeFile.others`.
 
 
-def by_pillow(path: Path) -> Array:
+def read_by_pillow(path: Path) -> Array:
     from PIL import Image, ImageOps
 
     # From bytes: of a plain TIFF file by name, Pillow 13 maps the memory and turns it wrongly (Orientation 5 to 8).
@@ -128,7 +128,7 @@ def by_pillow(path: Path) -> Array:
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
 
 
-def by_tifffile(path: Path) -> Array:
+def read_by_tifffile(path: Path) -> Array:
     """The numbers of the first series, with channels last."""
     import tifffile
 
@@ -136,7 +136,7 @@ def by_tifffile(path: Path) -> Array:
     return np.moveaxis(found, 0, -1) if found.ndim == 3 and found.shape[0] == 3 else found
 
 
-def by_gdal(path: Path) -> Array:
+def read_by_gdal(path: Path) -> Array:
     """The numbers of all bands, with channels last."""
     import rasterio
 
@@ -147,7 +147,7 @@ def by_gdal(path: Path) -> Array:
         return np.moveaxis(source.read(), 0, -1)
 
 
-def by_openslide(path: Path) -> Array:
+def read_by_openslide(path: Path) -> Array:
     """Level 0 on white."""
     import openslide
 
@@ -156,7 +156,7 @@ def by_openslide(path: Path) -> Array:
     return ((found[..., :3] * found[..., 3:] + 255 * (255 - found[..., 3:]) + 127) // 255).astype(np.uint8)
 
 
-def by_zarr(path: Path) -> Array:
+def read_by_zarr(path: Path) -> Array:
     """Level 0 of an OME-Zarr group, or an array, as it is stored."""
     import zarr
 

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 Pixels = NDArray[np.uint8]
 
 
-def shared(name: str) -> Path:
+def find_shared(name: str) -> Path:
     """A file of the user's data; the test that asks for it is skipped where there is none."""
     folder = Path(os.environ.get("MPI4DL_NB_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
     if not (folder / name).exists():
@@ -28,7 +28,7 @@ def shared(name: str) -> Path:
     return folder / name
 
 
-def misread(picture: Picture, pixels: Pixels) -> list[tuple[int, int, int, int]]:
+def find_misread(picture: Picture, pixels: Pixels) -> list[tuple[int, int, int, int]]:
     """The rectangles (y0, x0, height, width) that four threads at once do not read as they are."""
 
     def work(seed: int) -> list[tuple[int, int, int, int]]:
@@ -47,14 +47,14 @@ def misread(picture: Picture, pixels: Pixels) -> list[tuple[int, int, int, int]]
         return [box for found in threads.map(work, range(4)) for box in found]
 
 
-def tissue(height: int, width: int) -> Pixels:
+def make_tissue(height: int, width: int) -> Pixels:
     """(height, width, 3): the stained tissue, repeated as in a mirror as often as it takes."""
     sample = immunohistochemistry()
     rows, cols = (-(-side // there) for side, there in zip((height, width), sample.shape[:2], strict=True))
     return np.pad(sample, ((0, (rows - 1) * 512), (0, (cols - 1) * 512), (0, 0)), mode="symmetric")[:height, :width]
 
 
-def halves(pixels: Pixels, factors: Sequence[int]) -> list[Pixels]:
+def make_levels(pixels: Pixels, factors: Sequence[int]) -> list[Pixels]:
     """Levels: every n-th pixel; sides that do not divide lose the rest, as makers have it."""
     sides = [[side // factor for side in pixels.shape[:2]] for factor in factors]
     return [pixels[::n, ::n][:rows, :cols] for n, (rows, cols) in zip(factors, sides, strict=True)]
@@ -64,7 +64,7 @@ def write_svs(
     path: Path, pixels: Pixels, factors: Sequence[int] = (1, 4), tile: int = 64, **options: object
 ) -> list[Pixels]:
     """As Aperio writes them: baseline, thumbnail, the other levels. Returns the levels' pixels, compressed or not."""
-    levels, (rows, cols) = halves(pixels, factors), pixels.shape[:2]
+    levels, (rows, cols) = make_levels(pixels, factors), pixels.shape[:2]
     told = (
         f"Aperio Image Library v11.2.1 \r\n{cols}x{rows} [0,0 {cols}x{rows}] ({tile}x{tile}) |AppMag = 20|MPP = 0.4990"
     )
@@ -79,7 +79,7 @@ def write_svs(
 
 def write_ome(path: Path, pixels: Pixels, factors: Sequence[int] = (1, 2, 4), **options: object) -> list[Pixels]:
     """An OME-TIFF pyramid: smaller levels in SubIFDs, a pixel of 0.25 micrometres."""
-    levels = halves(pixels, factors)
+    levels = make_levels(pixels, factors)
     told = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.25}
     chosen = {"photometric": "rgb", "tile": (64, 64), "compression": "deflate"} | options
     with TiffWriter(path, ome=True) as file:
@@ -91,7 +91,7 @@ def write_ome(path: Path, pixels: Pixels, factors: Sequence[int] = (1, 2, 4), **
 
 def write_pages(path: Path, pixels: Pixels, factors: Sequence[int] = (1, 2, 4), **options: object) -> list[Pixels]:
     """A pyramid of pages, one after another."""
-    levels = halves(pixels, factors)
+    levels = make_levels(pixels, factors)
     chosen = {"photometric": "rgb", "tile": (64, 64), "compression": "deflate", "metadata": None} | options
     with TiffWriter(path) as file:
         for number, level in enumerate(levels):

@@ -68,6 +68,6 @@ def split_tiles(pixels: NDArray[np.generic], side: int) -> list[bytes]:
     return [pixels[y : y + side, x : x + side].tobytes() for y in rows for x in cols]
 
 
-def tile_tags(side: int) -> dict[int, tuple[str, Sequence[float] | str]]:
+def make_tile_tags(side: int) -> dict[int, tuple[str, Sequence[float] | str]]:
     """The tags of square tiles."""
     return {TILE_WIDTH: ("I", [side]), TILE_LENGTH: ("I", [side])}

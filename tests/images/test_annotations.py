@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.images.folder import write_boxes_table, write_masks_table
 from mpi4dl_nb.engines.images.picture import open_cached, open_image
 from mpi4dl_nb.engines.images.tables import COLUMNS, table_images, write_table
-from tests.images.made_slides import shared, tissue, write_pages
+from tests.images.made_slides import find_shared, make_tissue, write_pages
 
 OBJECT = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
 
@@ -114,7 +114,7 @@ def test_the_command_writes_a_table_or_says_why_not(tmp_path: Path, capsys: pyte
 
 
 def test_nuclei_of_breast_tissue(tmp_path: Path):
-    folder = shared("brecahad")
+    folder = find_shared("brecahad")
     assert write_masks_table(folder / "images", folder / "masks", tmp_path / "t.csv") == 24
     images = table_images(tmp_path / "t.csv", (1024, 1360), threshold=127, within=folder)
     tile = Tile.whole(1024, 1360)
@@ -128,7 +128,7 @@ def test_nuclei_of_breast_tissue(tmp_path: Path):
 
 
 def test_cells_of_blood(tmp_path: Path):
-    folder = shared("bccd") / "BCCD"
+    folder = find_shared("bccd") / "BCCD"
     found = {}
     for chosen in ("train", "val", "test"):
         write_boxes_table(folder, chosen, tmp_path / f"{chosen}.csv", crop_px=96, most=1)
@@ -145,7 +145,7 @@ def test_cells_of_blood(tmp_path: Path):
 
 
 def test_regions_of_a_slide(tmp_path: Path):
-    path = shared("CMU-1-Small-Region.svs")
+    path = find_shared("CMU-1-Small-Region.svs")
     write_table(
         tmp_path / "t.csv", [(path, "tissue", "400 500 300 200"), (path, "glass", "")], (*COLUMNS[:2], "region")
     )
@@ -163,13 +163,13 @@ def test_regions_of_a_slide(tmp_path: Path):
 def test_regions_of_one_slide_open_it_once_until_it_changes(tmp_path: Path):
     paths = [tmp_path / f"{number}.tiff" for number in range(6)]
     for path in paths:
-        write_pages(path, tissue(128, 128))
+        write_pages(path, make_tissue(128, 128))
     first = weakref.ref(open_cached(paths[0]))
     assert open_cached(paths[0]) is first()
     for path in paths[1:]:
         open_cached(path)
     assert first() is None
     again = open_cached(paths[0])
-    write_pages(paths[0], 255 - tissue(192, 128))
+    write_pages(paths[0], 255 - make_tissue(192, 128))
     assert open_cached(paths[0]) is not again
     assert open_cached(paths[0]).shape() == (192, 128)

@@ -28,14 +28,14 @@ CLASSES = [3, 0, 9, 9, 1, 4]
 # ---- files as they come
 
 
-def binary(folder: Path) -> Path:
+def write_binary(folder: Path) -> Path:
     records = np.concatenate([np.array(CLASSES, np.uint8)[:, None], PIXELS], axis=1)
     for number, half in ((1, records[:4]), (2, records[4:])):
         half.tofile(folder / f"data_batch_{number}.bin")
     return folder
 
 
-def pickled(folder: Path, protocol: int = 2, inside: str = "cifar-10-batches-py") -> Path:
+def write_pickled(folder: Path, protocol: int = 2, inside: str = "cifar-10-batches-py") -> Path:
     """As the archive has it, but for the version of Python that wrote it."""
     (folder / inside).mkdir(exist_ok=True)
     for number, rows in ((1, slice(0, 4)), (2, slice(4, 6))):
@@ -44,7 +44,7 @@ def pickled(folder: Path, protocol: int = 2, inside: str = "cifar-10-batches-py"
     return folder
 
 
-def pictures(folder: Path) -> Path:
+def write_pictures(folder: Path) -> Path:
     """Two classes, three formats, three sizes, one of them grey."""
     for name, shape, mode in (("a/1.png", (37, 50), "RGB"), ("a/2.JPG", (80, 91), "RGB"), ("b/1.tiff", (20, 30), "L")):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -56,10 +56,10 @@ def pictures(folder: Path) -> Path:
 
 KINDS: dict[str, Callable[[Path], LabelledImages]] = {
     "synthetic": lambda path: SyntheticImages(count=6, size=SIZE, classes=10, seed=3),
-    "cifar, binary": lambda path: load_cifar_images(binary(path), SIZE),
-    "cifar, pickled": lambda path: load_cifar_images(pickled(path), SIZE),
-    "cifar, folder": lambda path: load_cifar_images(pictures(path), SIZE),
-    "folder": lambda path: folder_images(pictures(path), SIZE),
+    "cifar, binary": lambda path: load_cifar_images(write_binary(path), SIZE),
+    "cifar, pickled": lambda path: load_cifar_images(write_pickled(path), SIZE),
+    "cifar, folder": lambda path: load_cifar_images(write_pictures(path), SIZE),
+    "folder": lambda path: folder_images(write_pictures(path), SIZE),
 }
 
 
@@ -117,7 +117,7 @@ def test_random_masks_are_drawn_pixel_by_pixel():
 
 
 def test_without_masks_each_pixel_has_the_class_of_its_image(tmp_path: Path):
-    images = load_cifar_images(binary(tmp_path), SIZE)
+    images = load_cifar_images(write_binary(tmp_path), SIZE)
     assert [images.mask(index, Tile.whole(2, 3)).unique().tolist() for index in range(6)] == [[c] for c in CLASSES]
 
 
@@ -128,8 +128,8 @@ def test_without_masks_each_pixel_has_the_class_of_its_image(tmp_path: Path):
 def test_pickles_of_every_kind_say_what_the_binary_says(protocol: int, tmp_path: Path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "py").mkdir()
-    mine = load_cifar_images(pickled(tmp_path / "py", protocol), (32, 32))
-    theirs = load_cifar_images(binary(tmp_path / "bin"), (32, 32))
+    mine = load_cifar_images(write_pickled(tmp_path / "py", protocol), (32, 32))
+    theirs = load_cifar_images(write_binary(tmp_path / "bin"), (32, 32))
     assert len(mine) == len(theirs) == 6
     assert [mine.label(index) for index in range(6)] == [theirs.label(index) for index in range(6)] == CLASSES
     whole = Tile.whole(32, 32)
@@ -173,7 +173,7 @@ def test_a_hostile_pickle_is_named_and_not_run(bad: Hostile, named: str, protoco
     assert not (tmp_path / "ran").exists()
 
 
-def _dumped(**changes: object) -> bytes:
+def _dump_batch(**changes: object) -> bytes:
     batch = {b"data": PIXELS, b"labels": CLASSES} | {name.encode(): value for name, value in changes.items()}
     return pickle.dumps({name: value for name, value in batch.items() if value is not None})
 
@@ -184,15 +184,15 @@ DAMAGED = {
     "a class of 10": ("data_batch_1.bin", b"\x0a" + bytes(3072), "1 images, of classes up to 10"),
     "no pickle": ("data_batch_1", b"<html>not found</html>", "UnpicklingError"),
     "empty pickle": ("data_batch_1", b"", "EOFError"),
-    "half a pickle": ("data_batch_1", _dumped()[:9000], "Error"),
-    "no images": ("data_batch_1", _dumped(data=PIXELS[:0], labels=[]), "0 images"),
-    "no labels": ("data_batch_1", _dumped(labels=None), "KeyError"),
+    "half a pickle": ("data_batch_1", _dump_batch()[:9000], "Error"),
+    "no images": ("data_batch_1", _dump_batch(data=PIXELS[:0], labels=[]), "0 images"),
+    "no labels": ("data_batch_1", _dump_batch(labels=None), "KeyError"),
     "a list": ("data_batch_1", pickle.dumps([1, 2]), "TypeError"),
-    "floats": ("data_batch_1", _dumped(data=PIXELS.astype(float)), "type float64"),
-    "another shape": ("data_batch_1", _dumped(data=PIXELS[:, :99]), r"pixels of shape \(6, 99\)"),
-    "labels missing": ("data_batch_1", _dumped(labels=CLASSES[:5]), "5 classes, and pixels of shape"),
-    "labels that are no bytes": ("data_batch_1", _dumped(labels=[300] * 6), "Error"),
-    "labels below zero": ("data_batch_1", _dumped(labels=[-1] * 6), "Error"),
+    "floats": ("data_batch_1", _dump_batch(data=PIXELS.astype(float)), "type float64"),
+    "another shape": ("data_batch_1", _dump_batch(data=PIXELS[:, :99]), r"pixels of shape \(6, 99\)"),
+    "labels missing": ("data_batch_1", _dump_batch(labels=CLASSES[:5]), "5 classes, and pixels of shape"),
+    "labels that are no bytes": ("data_batch_1", _dump_batch(labels=[300] * 6), "Error"),
+    "labels below zero": ("data_batch_1", _dump_batch(labels=[-1] * 6), "Error"),
 }
 
 
@@ -214,20 +214,20 @@ def test_where_there_is_no_cifar(folder: str, tmp_path: Path):
 
 
 def test_classes_and_files_are_in_the_order_of_their_names(tmp_path: Path):
-    images = folder_images(pictures(tmp_path), SIZE)
+    images = folder_images(write_pictures(tmp_path), SIZE)
     assert [example.path.name for example in images.examples] == ["1.png", "2.JPG", "1.tiff"]
     assert [images.label(index) for index in range(3)] == [0, 0, 1]
     assert (images.classes, images.names) == (2, ("a", "b"))
 
 
 def test_a_picture_of_the_right_size_keeps_its_pixels(tmp_path: Path):
-    pixels = np.asarray(Image.open(pictures(tmp_path) / "a" / "1.png"))
+    pixels = np.asarray(Image.open(write_pictures(tmp_path) / "a" / "1.png"))
     part = folder_images(tmp_path, SIZE).part(0, Tile.whole(*SIZE))
     assert torch.equal(((part + 1) * 127.5).round().byte(), torch.from_numpy(pixels.copy()).permute(2, 0, 1))
 
 
 def test_a_damaged_picture_is_named(tmp_path: Path):
-    path = pictures(tmp_path) / "a" / "1.png"
+    path = write_pictures(tmp_path) / "a" / "1.png"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ImageError, match=r"1\.png is damaged"):
         folder_images(tmp_path, SIZE).part(0, Tile.whole(*SIZE))

@@ -64,7 +64,7 @@ class Places(LabelledImages):
         return 0
 
 
-def poses(kinds: tuple[str, ...], shape: tuple[int, int], size: tuple[int, int] | None = None) -> set[bytes]:
+def collect_poses(kinds: tuple[str, ...], shape: tuple[int, int], size: tuple[int, int] | None = None) -> set[bytes]:
     """All that 300 draws make of an image."""
     images = Augmented(Places(*shape), kinds, size)
     made = set()
@@ -76,7 +76,7 @@ def poses(kinds: tuple[str, ...], shape: tuple[int, int], size: tuple[int, int] 
     return made
 
 
-def symmetries(turns: range, mirrors: tuple[tuple[int, ...], ...], shape: tuple[int, int]) -> set[bytes]:
+def list_symmetries(turns: range, mirrors: tuple[tuple[int, ...], ...], shape: tuple[int, int]) -> set[bytes]:
     whole = np.arange(shape[0] * shape[1]).reshape(shape)
     return {np.rot90(np.flip(whole, mirror), turn).tobytes() for turn in turns for mirror in mirrors}
 
@@ -84,17 +84,17 @@ def symmetries(turns: range, mirrors: tuple[tuple[int, ...], ...], shape: tuple[
 FOURTHS, HALVES, NONE = range(4), range(0, 4, 2), range(1)
 ALL_MIRRORS = ((), (0,), (1,), (0, 1))
 SYMMETRIES = {
-    "turned, square": (("rotate",), (5, 5), symmetries(FOURTHS, ((),), (5, 5)), 4),
-    "turned": (("rotate",), (4, 6), symmetries(HALVES, ((),), (4, 6)), 2),
-    "mirrored": (("flip",), (4, 6), symmetries(NONE, ALL_MIRRORS, (4, 6)), 4),
-    "both, square": (("flip", "rotate"), (5, 5), symmetries(FOURTHS, ALL_MIRRORS, (5, 5)), 8),
-    "neither": ((), (4, 6), symmetries(NONE, ((),), (4, 6)), 1),
+    "turned, square": (("rotate",), (5, 5), list_symmetries(FOURTHS, ((),), (5, 5)), 4),
+    "turned": (("rotate",), (4, 6), list_symmetries(HALVES, ((),), (4, 6)), 2),
+    "mirrored": (("flip",), (4, 6), list_symmetries(NONE, ALL_MIRRORS, (4, 6)), 4),
+    "both, square": (("flip", "rotate"), (5, 5), list_symmetries(FOURTHS, ALL_MIRRORS, (5, 5)), 8),
+    "neither": ((), (4, 6), list_symmetries(NONE, ((),), (4, 6)), 1),
 }
 
 
 @pytest.mark.parametrize(("kinds", "shape", "expected", "count"), SYMMETRIES.values(), ids=SYMMETRIES)
 def test_every_symmetry_that_was_asked_for_is_made_and_no_other(kinds, shape, expected, count):
-    assert poses(kinds, shape) == expected
+    assert collect_poses(kinds, shape) == expected
     assert len(expected) == count
 
 
@@ -117,10 +117,14 @@ def test_only_colours_are_bounded():
 
 
 def test_every_crop_is_made():
-    assert len(poses((), (5, 6), (3, 4))) == 9
+    assert len(collect_poses((), (5, 6), (3, 4))) == 9
     whole = np.arange(30).reshape(5, 6)
-    assert poses((), (5, 6), (3, 4)) == {whole[y : y + 3, x : x + 4].tobytes() for y in range(3) for x in range(3)}
-    assert len(poses(("rotate",), (5, 5), (2, 5))) == 4 * 4  # lying and standing, each at four places, both ways up
+    assert collect_poses((), (5, 6), (3, 4)) == {
+        whole[y : y + 3, x : x + 4].tobytes() for y in range(3) for x in range(3)
+    }
+    assert (
+        len(collect_poses(("rotate",), (5, 5), (2, 5))) == 4 * 4
+    )  # lying and standing, each at four places, both ways up
 
 
 def test_without_a_draw_images_are_as_they_are_and_crops_are_middles():

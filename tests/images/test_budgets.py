@@ -25,13 +25,13 @@ from mpi4dl_nb.engines.images.picture import crop_picture, open_image
 from mpi4dl_nb.engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
 from mpi4dl_nb.engines.images.pillow import count_jpeg_scans
 from mpi4dl_nb.engines.images.sample_data import load_cifar_images
-from tests.images.made_slides import tissue
+from tests.images.made_slides import make_tissue
 from tests.images.test_annotations import make_voc
 
 # ---- pictures that are decoded whole
 
 
-def claiming(path: Path, rows: int, cols: int, file_bytes: int) -> Path:
+def write_false_header(path: Path, rows: int, cols: int, file_bytes: int) -> Path:
     """A small JPEG file whose header claims another size, and which is as long as that could be."""
     Image.new("RGB", (64, 64)).save(path)
     data = bytearray(path.read_bytes())
@@ -43,7 +43,7 @@ def claiming(path: Path, rows: int, cols: int, file_bytes: int) -> Path:
 
 
 def test_a_picture_that_takes_more_memory_than_its_file_is_worth(tmp_path: Path):
-    path = claiming(tmp_path / "a.jpg", 60_000, 60_000, 8 << 20)
+    path = write_false_header(tmp_path / "a.jpg", 60_000, 60_000, 8 << 20)
     says = (
         r"a\.jpg: its 60000 x 60000 px can only be decoded all at once, which takes 23\.5 GB of memory, and 2\.0 GB are"
     )
@@ -57,7 +57,7 @@ def test_a_picture_that_takes_more_memory_than_its_file_is_worth(tmp_path: Path)
 def test_no_pixel_is_decoded_before_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pillow decodes a PNG for whoever asks whether it is turned."""
     path = tmp_path / "a.png"
-    Image.fromarray(tissue(64, 64)).save(path)
+    Image.fromarray(make_tissue(64, 64)).save(path)
     decoded = []
     monkeypatch.setattr(PngImageFile, "load", decoded.append)
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
@@ -70,7 +70,7 @@ def test_no_pixel_is_decoded_before_that_is_asked(tmp_path: Path, monkeypatch: p
 
 def test_what_is_free_bounds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.png"
-    Image.fromarray(tissue(64, 64)).save(path)
+    Image.fromarray(make_tissue(64, 64)).save(path)
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
     monkeypatch.setattr(files, "_get_free_bytes", lambda: 40_000)
     with pytest.raises(ImageError, match=r"19\.5 KB are the most here, half of what is free"):
@@ -90,12 +90,12 @@ def test_a_real_photograph_of_30_000_px_is_not_refused(tmp_path: Path, monkeypat
 
 def test_a_header_that_claims_more_than_a_format_can_pack(tmp_path: Path):
     with pytest.raises(ImageError, match="it says that it holds 60000 x 60000 pixels, but it has only 1048576 bytes"):
-        open_image(claiming(tmp_path / "a.jpg", 60_000, 60_000, 1 << 20))
+        open_image(write_false_header(tmp_path / "a.jpg", 60_000, 60_000, 1 << 20))
 
 
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path):
     path = tmp_path / "a.png"
-    Image.fromarray(tissue(8, 8)).save(path)
+    Image.fromarray(make_tissue(8, 8)).save(path)
     os.truncate(path, 1 << 42)
     for read in (open_image, open_raw_image):
         with pytest.raises(ImageError, match=r"it has 4,398,046,511,104 bytes and is read whole"):
@@ -131,7 +131,7 @@ def test_a_picture_takes_what_was_asked_for_it(name: str, tmp_path: Path):
 
 def test_scans_that_never_end(tmp_path: Path):
     path = tmp_path / "a.jpg"
-    Image.fromarray(tissue(64, 64)).save(path, progressive=True)
+    Image.fromarray(make_tissue(64, 64)).save(path, progressive=True)
     data = path.read_bytes()
     scans = count_jpeg_scans(data)
     assert 6 <= scans <= 14
@@ -145,7 +145,7 @@ def test_scans_that_never_end(tmp_path: Path):
 def test_scans_of_a_file_with_further_pictures(tmp_path: Path):
     """Pillow gives such a file another name, and it has the same limits."""
     path, several = tmp_path / "a.jpg", tmp_path / "b.jpg"
-    image = Image.fromarray(tissue(64, 64))
+    image = Image.fromarray(make_tissue(64, 64))
     image.save(path, progressive=True)
     image.save(several, "mpo", save_all=True, append_images=[image])
     data, other = path.read_bytes(), several.read_bytes()
@@ -219,9 +219,9 @@ def test_a_link_of_annotations_is_not_followed_out(tmp_path: Path):
 def test_pages_within_pages_are_looked_at_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Thousands of them may be one and the same page, with tens of thousands of tags."""
     with tifffile.TiffWriter(tmp_path / "a.tif") as file:
-        file.write(tissue(64, 64), photometric="rgb", subifds=20, metadata=None)
+        file.write(make_tissue(64, 64), photometric="rgb", subifds=20, metadata=None)
         for _ in range(20):
-            file.write(tissue(32, 32), photometric="rgb", subfiletype=1, metadata=None)
+            file.write(make_tissue(32, 32), photometric="rgb", subfiletype=1, metadata=None)
     with tifffile.TiffFile(tmp_path / "a.tif") as file:
         assert len(tiff_directory.list_sub_pages(tmp_path / "a.tif", file.pages.first)) == 16
     assert open_image(tmp_path / "a.tif").shape() == (64, 64)
@@ -231,7 +231,7 @@ def test_pages_within_pages_are_looked_at_one_by_one(tmp_path: Path, monkeypatch
 
 
 def test_a_description_of_many_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tifffile.imwrite(tmp_path / "a.tif", tissue(8, 8), photometric="rgb", description="x" * 2000)
+    tifffile.imwrite(tmp_path / "a.tif", make_tissue(8, 8), photometric="rgb", description="x" * 2000)
     assert open_image(tmp_path / "a.tif").shape() == (8, 8)
     monkeypatch.setattr(tiff_directory, "TEXT_BYTES", 1000)
     with pytest.raises(ImageError, match="the text in tag 270 of page 0 has 2001 bytes"):
@@ -253,7 +253,7 @@ def test_a_strip_that_is_decoded_whole_is_asked_for(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("tag", [b"\x00\x01\x04\x00", b"\x01\x01\x04\x00"], ids=["width", "length"])
 def test_a_tiff_header_that_claims_a_million_px(tag: bytes, tmp_path: Path):
     path = tmp_path / "a.tif"
-    tifffile.imwrite(path, tissue(64, 64), photometric="rgb", compression="zlib", rowsperstrip=64)
+    tifffile.imwrite(path, make_tissue(64, 64), photometric="rgb", compression="zlib", rowsperstrip=64)
     data = bytearray(path.read_bytes())
     at = data.index(tag)
     struct.pack_into("<I", data, at + 8, 1 << 30)

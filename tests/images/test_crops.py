@@ -54,11 +54,11 @@ def test_batches_are_whole_normalised_and_in_order():
 
 
 def test_the_same_seed_gives_the_same_batches_and_another_one_others():
-    def first(seed: int) -> torch.Tensor:
+    def take_first(seed: int) -> torch.Tensor:
         return next(StainCrops(TISSUE, size_px=32, count=8, seed=seed).iterate_batches(8))[0]
 
-    assert torch.equal(first(1), first(1))
-    assert not torch.equal(first(1), first(2))
+    assert torch.equal(take_first(1), take_first(1))
+    assert not torch.equal(take_first(1), take_first(2))
 
 
 def test_a_crop_may_be_the_whole_picture_and_a_flat_picture_stays_finite():

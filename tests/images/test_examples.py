@@ -18,25 +18,25 @@ from mpi4dl_nb.engines.images.dataset import IGNORED, split_by_slide
 from mpi4dl_nb.engines.images.examples import Example, ExampleImages
 from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.picture import open_image, read_shape
-from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, saved
+from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, save_image
 from tests.sampling import trials
 
 
-def as_bytes(part: torch.Tensor) -> NDArray[np.uint8]:
+def convert_to_bytes(part: torch.Tensor) -> NDArray[np.uint8]:
     """(3, h, w) from -1 to 1 -> (h, w, 3)."""
     return ((part + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
 
 
-def tile_of(array: NDArray[np.generic], tile: Tile, outside: int) -> NDArray[np.generic]:
+def cut_tile(array: NDArray[np.generic], tile: Tile, outside: int) -> NDArray[np.generic]:
     """Its pixels, of which those that lie outside are as said."""
     made = np.full((*tile.shape, *array.shape[2:]), outside, np.int64)
-    for row in range(*_bounds(tile.rows, len(array))):
-        for col in range(*_bounds(tile.cols, array.shape[1])):
+    for row in range(*_clip_span(tile.rows, len(array))):
+        for col in range(*_clip_span(tile.cols, array.shape[1])):
             made[row - tile.rows.start, col - tile.cols.start] = array[row, col]
     return made
 
 
-def _bounds(span: Span, size: int) -> tuple[int, int]:
+def _clip_span(span: Span, size: int) -> tuple[int, int]:
     return max(span.start, 0), min(span.stop, size)
 
 
@@ -69,22 +69,22 @@ def test_an_own_size_keeps_every_pixel(region: Tile | None, files):
     frame = region or Tile.whole(60, 80)
     assert images.shape(0) == frame.shape
     whole = Tile.whole(*frame.shape)
-    assert np.array_equal(as_bytes(images.part(0, whole)), tile_of(PIXELS, frame, 255))
-    assert np.array_equal(images.mask(0, whole), tile_of(CLASSES, frame, IGNORED))
+    assert np.array_equal(convert_to_bytes(images.part(0, whole)), cut_tile(PIXELS, frame, 255))
+    assert np.array_equal(images.mask(0, whole), cut_tile(CLASSES, frame, IGNORED))
 
 
 def test_a_crop_is_the_middle_with_white_around_what_is_small(files):
     images = ExampleImages([Example(files[0], 1, files[1])], ["a", "b"], (20, 100), "crop", mask_classes=3)
     frame, whole = Tile(Span(20, 40), Span(-10, 90)), Tile.whole(20, 100)
-    assert np.array_equal(as_bytes(images.part(0, whole)), tile_of(PIXELS, frame, 255))
-    assert np.array_equal(images.mask(0, whole), tile_of(CLASSES, frame, IGNORED))
+    assert np.array_equal(convert_to_bytes(images.part(0, whole)), cut_tile(PIXELS, frame, 255))
+    assert np.array_equal(images.mask(0, whole), cut_tile(CLASSES, frame, IGNORED))
 
 
 def test_what_lies_around_an_image_without_a_mask_has_no_class(files):
     examples = [Example(files[0], 1), Example(files[0], 0, files[1])]
     images = ExampleImages(examples, ["a", "b"], (64, 90), "crop", mask_classes=3)
     whole, frame = Tile.whole(64, 90), Tile(Span(-2, 62), Span(-5, 85))
-    expected = tile_of(np.ones_like(CLASSES), frame, IGNORED)
+    expected = cut_tile(np.ones_like(CLASSES), frame, IGNORED)
     assert np.array_equal(images.mask(0, whole), expected)
     assert np.array_equal(images.mask(0, Tile(Span(60, 64), Span(80, 90))), expected[60:, 80:])
     scaled = ExampleImages(examples, ["a", "b"], (64, 90), mask_classes=3)
@@ -95,7 +95,7 @@ def test_what_lies_around_a_region_is_not_of_its_image(files):
     region = Tile(Span(20, 30), Span(30, 40))
     images = ExampleImages([Example(files[0], 1, files[1], region)], ["a", "b"], (14, 10), "crop", mask_classes=3)
     whole = Tile.whole(14, 10)
-    pixels, mask = as_bytes(images.part(0, whole)), images.mask(0, whole)
+    pixels, mask = convert_to_bytes(images.part(0, whole)), images.mask(0, whole)
     for edge in (slice(0, 2), slice(12, 14)):
         assert (pixels[edge] == 255).all()
         assert (mask[edge] == IGNORED).all()
@@ -110,7 +110,7 @@ def test_a_mask_is_scaled_to_its_nearest_pixels(files):
 
 def test_a_mask_of_the_region_alone(files, tmp_path: Path):
     region = Tile(Span(10, 30), Span(40, 70))
-    small = saved(tmp_path / "small.png", CLASSES[10:30, 40:70])
+    small = save_image(tmp_path / "small.png", CLASSES[10:30, 40:70])
     large, own = (Example(files[0], 1, mask, region) for mask in (files[1], small))
     images = ExampleImages([large, own], ["a", "b"], (11, 17), mask_classes=3)
     assert torch.equal(images.mask(0, Tile.whole(11, 17)), images.mask(1, Tile.whole(11, 17)))
@@ -169,7 +169,7 @@ def test_a_region_that_has_nothing_of_its_picture_is_named(files):
 
 def make_folder(folder: Path) -> Path:
     for name in ("tumour/s1/1.png", "tumour/s1/2.png", "tumour/s2/1.png", "normal/s1/1.png", "normal/9.png"):
-        saved(folder / name, PIXELS[:8, :9])
+        save_image(folder / name, PIXELS[:8, :9])
     (folder / ".hidden").mkdir()
     (folder / "notes.txt").write_text("no class")
     return folder
@@ -193,7 +193,7 @@ def test_pictures_by_class_and_slide(tmp_path: Path):
 def test_one_slide_in_two_classes_is_on_one_side(tmp_path: Path):
     for slide in range(8):
         for kind in ("normal", "tumour"):
-            saved(tmp_path / kind / f"s{slide}" / "1.png", PIXELS[:8, :9])
+            save_image(tmp_path / kind / f"s{slide}" / "1.png", PIXELS[:8, :9])
     images = folder_images(tmp_path, (8, 9))
     train, judge = split_by_slide(images, 0.25, seed=1)
     assert (len(train), len(judge)) == (12, 4)

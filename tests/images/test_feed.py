@@ -68,24 +68,24 @@ class Cut:
         return {0: {"images": inputs["images"][..., tile.cols.start : tile.cols.stop]}}
 
 
-def feed(
+def make_loader(
     world: LoopbackWorld, images: SyntheticImages, feeding: LoaderOptions | None = None, count: int = COUNT
 ) -> RankLoader:
     specs = {"images": TensorSpec((count, 3, *SIZE), "float64"), "labels": TensorSpec((count,), "int64")}
     return RankLoader(world, ShardReader(Cut(world.rank, world.size).cut, images, specs), count, feeding)
 
 
-def numbers(served: LoadedBatch, name: str = "images") -> list[int]:
+def read_numbers(served: LoadedBatch, name: str = "images") -> list[int]:
     """Which images a step has."""
     tensor = served.parts[0][name]
     return (tensor[:, 0, 0, 0] if name == "images" else tensor).long().tolist()
 
 
-def draws(served: LoadedBatch) -> list[int]:
+def read_draws(served: LoadedBatch) -> list[int]:
     return served.parts[0]["images"][:, 1, 0, 0].long().tolist()
 
 
-def epochs(feed: RankLoader, count: int) -> list[list[LoadedBatch]]:
+def load_epochs(feed: RankLoader, count: int) -> list[list[LoadedBatch]]:
     """All steps of so many epochs."""
     found: list[list[LoadedBatch]] = []
     with feed:
@@ -97,12 +97,12 @@ def epochs(feed: RankLoader, count: int) -> list[list[LoadedBatch]]:
     return found
 
 
-def seen(feed: RankLoader, count: int = 1) -> list[list[int]]:
-    return [numbers(served) for steps in epochs(feed, count) for served in steps]
+def list_numbers(feed: RankLoader, count: int = 1) -> list[list[int]]:
+    return [read_numbers(served) for steps in load_epochs(feed, count) for served in steps]
 
 
-def alone(images: SyntheticImages, feeding: LoaderOptions | None = None, count: int = COUNT) -> RankLoader:
-    return feed(make_loopback_worlds(1)[0], images, feeding, count)
+def make_single_loader(images: SyntheticImages, feeding: LoaderOptions | None = None, count: int = COUNT) -> RankLoader:
+    return make_loader(make_loopback_worlds(1)[0], images, feeding, count)
 
 
 # ---- order
@@ -110,39 +110,40 @@ def alone(images: SyntheticImages, feeding: LoaderOptions | None = None, count: 
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_the_order_is_the_seeds_and_steps_are_full(workers: int):
-    steps = seen(alone(Numbered(10), LoaderOptions(seed=7, workers=workers, drop_last=True)), 3)
+    steps = list_numbers(make_single_loader(Numbered(10), LoaderOptions(seed=7, workers=workers, drop_last=True)), 3)
     orders = [shuffle_indices(10, 7, epoch) for epoch in range(3)]
     assert steps == [order[start : start + COUNT] for order in orders for start in (0, 4)]
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_the_same_on_every_number_of_ranks_and_workers():
-    def on(ranks: int, workers: int) -> list[Any]:
+    def run_on(ranks: int, workers: int) -> list[Any]:
         def work(world: LoopbackWorld) -> list[list[LoadedBatch]]:
-            return epochs(feed(world, Numbered(9, bad=(5,)), LoaderOptions(3, None, workers, "skip")), 2)
+            return load_epochs(make_loader(world, Numbered(9, bad=(5,)), LoaderOptions(3, None, workers, "skip")), 2)
 
         first = run_ranks(ranks, work)[0]
-        return [(served.place, numbers(served), draws(served)) for steps in first for served in steps]
+        return [(served.place, read_numbers(served), read_draws(served)) for steps in first for served in steps]
 
-    expected = on(1, 0)
+    expected = run_on(1, 0)
     assert len(expected) == 4
     for ranks, workers in ((1, 2), (4, 0), (4, 2), (5, 1)):
-        assert on(ranks, workers) == expected
+        assert run_on(ranks, workers) == expected
 
 
 def test_an_images_draw_follows_from_seed_epoch_and_image():
     by_image: dict[tuple[int, int, int], int] = {}
     for seed in (0, 1):
-        for epoch, steps in enumerate(epochs(alone(Numbered(8), LoaderOptions(seed)), 2)):
+        for epoch, steps in enumerate(load_epochs(make_single_loader(Numbered(8), LoaderOptions(seed)), 2)):
             for served in steps:
-                by_image |= {(seed, epoch, i): d for i, d in zip(numbers(served), draws(served), strict=True)}
+                by_image |= {(seed, epoch, i): d for i, d in zip(read_numbers(served), read_draws(served), strict=True)}
     assert len(by_image) == len(set(by_image.values())) == 32
-    (first, *_), *_ = epochs(alone(Numbered(8), LoaderOptions(0), count=8), 1)  # all eight in one step
-    assert all(by_image[0, 0, i] == d for i, d in zip(numbers(first), draws(first), strict=True))
+    # All eight in one step.
+    (first, *_), *_ = load_epochs(make_single_loader(Numbered(8), LoaderOptions(0), count=8), 1)
+    assert all(by_image[0, 0, i] == d for i, d in zip(read_numbers(first), read_draws(first), strict=True))
 
 
 def test_an_epoch_may_end_early():
-    steps = seen(alone(Numbered(12), LoaderOptions(steps=1)), 2)
+    steps = list_numbers(make_single_loader(Numbered(12), LoaderOptions(steps=1)), 2)
     assert steps == [shuffle_indices(12, 0, epoch)[:COUNT] for epoch in (0, 1)]
 
 
@@ -150,14 +151,14 @@ def test_an_epoch_may_end_early():
 
 
 def test_each_rank_reads_its_own_and_no_more():
-    def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
+    def list_tiles(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Numbered(8)
-        with feed(world, images, LoaderOptions(workers=1)) as mine:
+        with make_loader(world, images, LoaderOptions(workers=1)) as mine:
             assert mine.load_next() is not None
         return {tile for _, tile in images.asked}
 
     tiles = Grid(1, 2).cut(*SIZE)
-    assert run_ranks(4, asked) == [{tiles[0]}, {tiles[1]}, set(), set()]
+    assert run_ranks(4, list_tiles) == [{tiles[0]}, {tiles[1]}, set(), set()]
 
 
 # ---- ahead
@@ -181,9 +182,9 @@ class Slow(Numbered):
 
 
 def test_workers_read_while_a_step_is_computed():
-    def waited_s(workers: int) -> float:
+    def measure_wait(workers: int) -> float:
         total = 0.0
-        with alone(Slow(16), LoaderOptions(workers=workers)) as mine:
+        with make_single_loader(Slow(16), LoaderOptions(workers=workers)) as mine:
             for step in range(4):
                 served = mine.load_next()
                 mine.advance()
@@ -191,31 +192,34 @@ def test_workers_read_while_a_step_is_computed():
                 time.sleep(0.1)
         return total
 
-    assert waited_s(0) > 3 * 4 * 0.02
-    assert waited_s(2) < 0.08
+    assert measure_wait(0) > 3 * 4 * 0.02
+    assert measure_wait(2) < 0.08
 
 
 def test_what_is_read_ahead_is_bounded():
     images = Slow(400, reading_s=0.0)
-    with alone(images, LoaderOptions(workers=3)) as mine:
+    with make_single_loader(images, LoaderOptions(workers=3)) as mine:
         mine.load_next()
         time.sleep(0.2)
         assert len(images.asked) == 3 * COUNT  # this step and two more
         assert images.most <= 3
 
 
-def workers_alive() -> list[threading.Thread]:
+def list_workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
 def test_no_worker_outlives_its_feed():
-    with alone(Slow(16), LoaderOptions(workers=2)) as mine:
+    with make_single_loader(Slow(16), LoaderOptions(workers=2)) as mine:
         mine.load_next()
-        assert len(workers_alive()) == 2
-    assert not workers_alive()
-    with pytest.raises(ImageError), alone(Numbered(16, bad=tuple(range(16))), LoaderOptions(workers=2)) as mine:
+        assert len(list_workers()) == 2
+    assert not list_workers()
+    with (
+        pytest.raises(ImageError),
+        make_single_loader(Numbered(16, bad=tuple(range(16))), LoaderOptions(workers=2)) as mine,
+    ):
         mine.load_next()
-    assert not workers_alive()
+    assert not list_workers()
 
 
 # ---- bad images
@@ -224,17 +228,17 @@ def test_no_worker_outlives_its_feed():
 def test_a_rank_tells_of_its_bad_image_also_if_the_others_have_left_already(monkeypatch):
     """They may know of it, and fail, before this rank knows what they have read."""
 
-    def released(_: object) -> None:
+    def raise_released(_: object) -> None:
         raise ReleasedError("released: another rank has failed")
 
-    def steps(world: LoopbackWorld) -> None:
-        monkeypatch.setattr(world, "all_gather", released)
-        with feed(world, Numbered(12, bad=(shuffle_indices(12, 0, 0)[0],))) as mine:
+    def load_bad_image(world: LoopbackWorld) -> None:
+        monkeypatch.setattr(world, "all_gather", raise_released)
+        with make_loader(world, Numbered(12, bad=(shuffle_indices(12, 0, 0)[0],))) as mine:
             with pytest.raises(ImageError, match="is damaged") as caught:
                 mine.load_next()
             assert not Failure.of(caught.value).released
 
-    run_ranks(1, steps)
+    run_ranks(1, load_bad_image)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -243,8 +247,8 @@ def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
     order = shuffle_indices(12, 0, 0)
     images = Numbered(12, bad=(order[9],), where=lambda tile: tile.cols.start > 0)
 
-    def steps(world: LoopbackWorld) -> tuple[int, str, type]:
-        with feed(world, images, LoaderOptions(workers=workers)) as mine:
+    def load_until_error(world: LoopbackWorld) -> tuple[int, str, type]:
+        with make_loader(world, images, LoaderOptions(workers=workers)) as mine:
             for step in range(3):
                 try:
                     assert mine.load_next() is not None
@@ -254,7 +258,7 @@ def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
         return 3, "", NoneType
 
     said = 2, f"folder/{order[9]}.png is damaged"
-    assert run_ranks(4, steps) == [(*said, ImageError if rank == 1 else ReleasedError) for rank in range(4)]
+    assert run_ranks(4, load_until_error) == [(*said, ImageError if rank == 1 else ReleasedError) for rank in range(4)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -264,10 +268,10 @@ def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
     images = Numbered(11, bad, where=lambda tile: tile.cols.start > 0)
 
     def work(world: LoopbackWorld) -> tuple[list[str], list[list[int]]]:
-        mine = feed(world, images, LoaderOptions(workers=workers, on_bad_image="skip", drop_last=True))
+        mine = make_loader(world, images, LoaderOptions(workers=workers, on_bad_image="skip", drop_last=True))
         name = "labels" if world.rank == 3 else "images"
-        steps = epochs(mine, 2)
-        return mine.bad, [numbers(served, name) for steps in steps for served in steps if served.parts[0]]
+        steps = load_epochs(mine, 2)
+        return mine.bad, [read_numbers(served, name) for steps in steps for served in steps if served.parts[0]]
 
     first, second = ([index for index in shuffle_indices(11, 0, epoch) if index not in bad] for epoch in (0, 1))
     expected = [first[:4], first[4:8], second[:4], second[4:8]]
@@ -291,13 +295,13 @@ def test_many_skipped_images_are_not_searched_one_by_one():
 def test_where_no_full_step_is_left_it_is_said():
     images = Numbered(8, bad=(0, 1, 2, 3, 4))
     with pytest.raises(ImageError, match=r"(?s)5 of 8 images cannot be read.*step of 4.*\nfolder/\d.png is damaged"):
-        seen(alone(images, LoaderOptions(on_bad_image="skip")))
+        list_numbers(make_single_loader(images, LoaderOptions(on_bad_image="skip")))
 
 
 def test_an_epoch_that_bad_images_shorten_ends_in_order():
     order = shuffle_indices(8, 0, 0)
-    mine = alone(Numbered(8, bad=(order[6],)), LoaderOptions(on_bad_image="skip", drop_last=True))
-    assert [len(steps) for steps in epochs(mine, 2)] == [1, 1]
+    mine = make_single_loader(Numbered(8, bad=(order[6],)), LoaderOptions(on_bad_image="skip", drop_last=True))
+    assert [len(steps) for steps in load_epochs(mine, 2)] == [1, 1]
     assert mine.bad == [f"folder/{order[6]}.png is damaged"]
 
 
@@ -307,17 +311,17 @@ def test_a_fault_of_the_program_is_not_skipped():
             return super().part(index, tile, draw) / self.nothing
 
     with pytest.raises(ImageError, match=r"folder/\d.png: AttributeError: .*nothing") as caught:
-        alone(Faulty(8), LoaderOptions(workers=1, on_bad_image="skip")).load_next()
+        make_single_loader(Faulty(8), LoaderOptions(workers=1, on_bad_image="skip")).load_next()
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_what_the_system_says_is_told_with_the_images_name():
+def test_what_the_system_says_is_reported_with_the_images_name():
     class Gone(Numbered):
         def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
             raise FileNotFoundError(2, "No such file or directory")
 
     with pytest.raises(ImageError, match=r"^folder/\d.png: \[Errno 2\] No such file or directory"):
-        alone(Gone(8)).load_next()
+        make_single_loader(Gone(8)).load_next()
 
 
 # ---- going on
@@ -329,15 +333,15 @@ def test_it_goes_on_as_if_there_had_been_no_break(done: int, workers: int):
     """After any number of steps, in any epoch, with images that were left out before."""
     feeding = LoaderOptions(11, None, workers, "skip")
     images = Numbered(14, bad=tuple(shuffle_indices(14, 11, 0)[2:4]))
-    whole = [served for steps in epochs(alone(images, feeding), 2) for served in steps]
+    whole = [served for steps in load_epochs(make_single_loader(images, feeding), 2) for served in steps]
     assert len(whole) == 6
 
-    with alone(images, feeding) as first:
+    with make_single_loader(images, feeding) as first:
         while first.place.epoch * 3 + first.place.step < done:
             if first.load_next() is not None:
                 first.advance()
         state = json.loads(json.dumps(first.get_state()))
-    second = alone(images, feeding)
+    second = make_single_loader(images, feeding)
     second.resume(state)
     with second:
         rest = []
@@ -347,20 +351,24 @@ def test_it_goes_on_as_if_there_had_been_no_break(done: int, workers: int):
                 second.advance()
                 rest.append(served)
     for mine, theirs in zip(rest, whole[done:], strict=True):
-        assert (mine.place, numbers(mine), draws(mine)) == (theirs.place, numbers(theirs), draws(theirs))
+        assert (mine.place, read_numbers(mine), read_draws(mine)) == (
+            theirs.place,
+            read_numbers(theirs),
+            read_draws(theirs),
+        )
 
 
 def test_a_step_that_was_not_done_comes_again():
-    mine = alone(Numbered(8))
+    mine = make_single_loader(Numbered(8))
     first = mine.load_next()
     assert mine.get_state()["step"] == 0
-    assert numbers(mine.load_next()) == numbers(first)
+    assert read_numbers(mine.load_next()) == read_numbers(first)
 
 
 def test_a_state_of_other_images_is_refused():
-    state = alone(Numbered(8)).get_state()
+    state = make_single_loader(Numbered(8)).get_state()
     with pytest.raises(ImageError, match="had 8 images, but there are 9"):
-        alone(Numbered(9)).resume(state)
+        make_single_loader(Numbered(9)).resume(state)
 
 
 def test_an_image_of_another_size_is_refused():
@@ -371,7 +379,7 @@ def test_an_image_of_another_size_is_refused():
             return (9, 12) if index == 3 else SIZE
 
     with pytest.raises(ImageError, match=r"folder/3.png has 9 x 12 pixels, but the training was made for 8 x 12"):
-        seen(alone(Large(4)))
+        list_numbers(make_single_loader(Large(4)))
 
 
 # ---- what a user's own images give, which would train on other numbers without an error
@@ -472,7 +480,7 @@ def test_a_seed_of_numpy_is_a_seed():
 
 def test_too_few_images():
     with pytest.raises(ImageError, match="There are 3 images, but a step takes 4"):
-        alone(Numbered(3))
+        make_single_loader(Numbered(3))
 
 
 @pytest.mark.parametrize(

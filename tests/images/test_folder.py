@@ -138,12 +138,12 @@ def test_files_of_one_slide_are_not_counted_as_several(folder: Path):
 def test_a_folder_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     read = Path.iterdir
 
-    def iterdir(path: Path):  # root may read everything
+    def list_folder(path: Path):  # root may read everything
         if path.name == "tumour":
             raise PermissionError(13, "Permission denied")
         return read(path)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "iterdir", list_folder)
     with pytest.raises(ImageError, match=r"tumour may not be read by this user"):
         folder_images(folder, (6, 8))
 

@@ -32,7 +32,7 @@ STILL = partial(torch.optim.SGD, lr=0.0)  # what is judged is what the first ste
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def model(classes: int = 3) -> nn.Sequential:
+def make_model(classes: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, classes, 1))
 
@@ -51,9 +51,9 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "t.csv"
 
 
-def plain_losses(table: Path, loss: Loss, void: int) -> list[float]:
+def compute_plain_losses(table: Path, loss: Loss, void: int) -> list[float]:
     """The loss before training of every image, in float64, read by Pillow alone."""
-    plain, found = model().double(), []
+    plain, found = make_model().double(), []
     for number in range(COUNT):
         pixels = np.array(Image.open(table.parent / f"{number}.png")).astype(np.float64)
         labels = np.array(Image.open(table.parent / f"m{number}.png")).astype(np.int64)
@@ -63,23 +63,23 @@ def plain_losses(table: Path, loss: Loss, void: int) -> list[float]:
     return found
 
 
-def by_function(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_by_function(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(scores, labels, ignore_index=VOID)
 
 
-def by_comparison(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_by_comparison(scores: Tensor, labels: Tensor) -> Tensor:
     valid = labels != IGNORED
     each = functional.cross_entropy(scores, labels.clamp(min=0), reduction="none")
     return (each * valid).sum() / valid.sum()
 
 
-def by_order(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_by_order(scores: Tensor, labels: Tensor) -> Tensor:
     valid = labels >= 0
     each = functional.cross_entropy(scores, labels.clamp(min=0), reduction="none")
     return (each * valid).sum() / valid.sum()
 
 
-def by_its_own_number(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_by_own_number(scores: Tensor, labels: Tensor) -> Tensor:
     valid = labels != VOID
     each = functional.cross_entropy(scores, labels.clamp(max=2), reduction="none")
     return (each * valid).sum() / valid.sum()
@@ -88,17 +88,17 @@ def by_its_own_number(scores: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[str, tuple[Loss, int]] = {
     "PyTorch's default": (nn.CrossEntropyLoss(), IGNORED),
     "another ignore_index": (nn.CrossEntropyLoss(ignore_index=VOID), VOID),
-    "hidden in a function": (by_function, VOID),
-    "by comparison": (by_comparison, IGNORED),
-    "by order": (by_order, IGNORED),
-    "a number of its own": (by_its_own_number, VOID),
+    "hidden in a function": (compute_by_function, VOID),
+    "by comparison": (compute_by_comparison, IGNORED),
+    "by order": (compute_by_order, IGNORED),
+    "a number of its own": (compute_by_own_number, VOID),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_says_which_label_it_leaves_out(name: str):
     loss, label = LOSSES[name]
-    graph = TraceCache(model(), (2, 3, SIZE, SIZE), loss).get_graph(PLANS["2x2"])
+    graph = TraceCache(make_model(), (2, 3, SIZE, SIZE), loss).get_graph(PLANS["2x2"])
     assert find_ignored_label(graph) == label
 
 
@@ -108,9 +108,9 @@ def test_void_pixels_are_left_out_on_all_ranks(table: Path, name: str):
     loss, label = LOSSES[name]
     images, plan = table_images(table, None, classes=3, ignore=VOID), PLANS["2x2"]
     with Cluster(4, backend="loopback") as cluster:
-        training = Training(model(), plan, cluster, (COUNT, 3, SIZE, SIZE), loss=loss, optimiser=STILL)
+        training = Training(make_model(), plan, cluster, (COUNT, 3, SIZE, SIZE), loss=loss, optimiser=STILL)
         history = training.fit(images, progress=False, held_out=images)
-    expected = plain_losses(table, loss, label)
+    expected = compute_plain_losses(table, loss, label)
     assert history.losses[0] == pytest.approx(np.mean(expected), rel=1e-6)  # as many pixels count in each image
     assert history.epochs[0].held_out.loss == pytest.approx(np.mean(expected), rel=1e-6)
     assert sum(history.epochs[0].counts.true) == COUNT * (SIZE * SIZE - 5 * 6)
@@ -123,32 +123,32 @@ def test_augmented_images_of_any_plan_have_no_class_there_either(table: Path, pl
     assert list(images.ignore) == [VOID]
     with Cluster(plan.ranks, backend="loopback") as cluster:
         loss = nn.CrossEntropyLoss(ignore_index=VOID)
-        training = Training(model(), plan, cluster, (2, 3, SIZE, SIZE), loss=loss)
+        training = Training(make_model(), plan, cluster, (2, 3, SIZE, SIZE), loss=loss)
         history = training.fit(images, progress=False)
     assert np.isfinite(history.losses).all()
     assert sum(history.epochs[0].counts.true) == COUNT * (SIZE * SIZE - 5 * 6)
 
 
-def bce(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_bce(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(scores[:, 0], labels.to(scores.dtype))
 
 
-def dice(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_dice(scores: Tensor, labels: Tensor) -> Tensor:
     first, share = (labels == 1).to(scores.dtype), scores.softmax(1)[:, 1]
     return 1 - 2 * (first * share).sum() / (first.sum() + share.sum())
 
 
-def of_two_minds(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_mixed_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(scores, labels) + ((labels != VOID) * scores[:, 0]).mean()
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("loss", [bce, dice, of_two_minds])
+@pytest.mark.parametrize("loss", [compute_bce, compute_dice, compute_mixed_loss])
 def test_a_loss_that_leaves_nothing_out_is_refused_before_a_rank_works(table: Path, loss: Loss):
     images, plan = table_images(table, None, classes=3, ignore=VOID), PLANS["2x2"]
-    assert find_ignored_label(TraceCache(model(), (2, 3, SIZE, SIZE), loss).get_graph(plan)) is None
+    assert find_ignored_label(TraceCache(make_model(), (2, 3, SIZE, SIZE), loss).get_graph(plan)) is None
     with Cluster(4, backend="loopback") as cluster:
-        training = Training(model(), plan, cluster, (2, 3, SIZE, SIZE), loss=loss)
+        training = Training(make_model(), plan, cluster, (2, 3, SIZE, SIZE), loss=loss)
         says = r"pixels without a class, ignore=\(255,\)\. The loss does not leave these out.*ignore_index"
         with pytest.raises(ImageError, match=says) as caught:
             training.fit(images, progress=False)
@@ -161,12 +161,12 @@ def test_nor_does_it_take_the_edge_of_a_small_image_for_a_class(table: Path):
     images = table_images(table, (20, 20), "crop", threshold=1)
     assert (images.mask(0, Tile.whole(20, 20))[0] == IGNORED).all()
     with Cluster(4, backend="loopback") as cluster:
-        training = Training(model(), PLANS["2x2"], cluster, (2, 3, 20, 20), loss=bce)
+        training = Training(make_model(), PLANS["2x2"], cluster, (2, 3, 20, 20), loss=compute_bce)
         with pytest.raises(ImageError, match=r"png has pixels without a class\. The loss does not leave these out"):
             training.fit(images, progress=False)
 
 
-def test_without_being_told_void_is_no_class(table: Path):
+def test_without_ignore_void_is_no_class(table: Path):
     images = table_images(table, None, classes=3)
     with pytest.raises(ImageError, match=r"m0\.png holds 255 at row 0, column 3, which is no class.*\(ignore=\)"):
         images.mask(0, Tile.whole(SIZE, SIZE))

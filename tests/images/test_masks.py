@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.examples import Example, ExampleImages
 from mpi4dl_nb.engines.images.mask_file import MaskFile
-from tests.images.example_files import CLASSES, FRAMES, PIXELS, saved
+from tests.images.example_files import CLASSES, FRAMES, PIXELS, save_image
 
 
 @pytest.mark.parametrize("ending", ["png", "tiff", "npy", "palette.png", "wide.tiff", "float.tiff"])
@@ -48,7 +48,7 @@ def test_an_empty_mask_of_one_bit_is_as_small_as_it_packs(ending: str, compressi
 def test_a_jpeg_needs_a_threshold(mode: str, tmp_path: Path):
     discs = np.zeros((64, 64), np.uint8)
     discs[16:48, 16:48] = 255
-    path = saved(tmp_path / "mask.jpg", discs, mode)
+    path = save_image(tmp_path / "mask.jpg", discs, mode)
     read = MaskFile(path, 2, threshold=127).read(Tile.whole(64, 64))
     assert np.array_equal(read, discs == 255)
     tifffile.imwrite(tmp_path / "mask.tif", discs, compression="jpeg", tile=(64, 64))
@@ -90,7 +90,7 @@ def test_a_number_that_is_no_class_is_named_with_its_pixel(values, said: str, th
 
 
 def test_masks_that_cannot_be_read(tmp_path: Path, files):
-    coloured = saved(tmp_path / "coloured.png", PIXELS)
+    coloured = save_image(tmp_path / "coloured.png", PIXELS)
     with pytest.raises(ImageError, match=r"coloured\.png is coloured, .* which class a colour is"):
         MaskFile(coloured, 3).read(Tile.whole(60, 80))
     np.save(tmp_path / "three.npy", np.zeros((4, 4, 3)))
@@ -134,7 +134,7 @@ def test_a_spoiled_mask_is_read_or_refused(ending: str, tmp_path: Path):
 
 @pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)
 def test_a_mask_of_another_size_is_named(region: Tile | None, files, tmp_path: Path):
-    mask = saved(tmp_path / "other.png", CLASSES[:-1])
+    mask = save_image(tmp_path / "other.png", CLASSES[:-1])
     images = ExampleImages([Example(files[0], 0, mask, region)], ["a"], (60, 80), mask_classes=3)
     with pytest.raises(ImageError, match=r"mask .*other\.png has 59 x 80 pixels, but .*picture\.png has 60 x 80"):
         images.mask(0, Tile.whole(60, 80))

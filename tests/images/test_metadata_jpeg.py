@@ -11,7 +11,7 @@ from pathlib import Path
 import imagecodecs
 import numpy as np
 import pytest
-from made_files import MadeFile, by_pillow, check_row, list_rows_without_files, read_picture
+from made_files import MadeFile, check_row, list_rows_without_files, read_by_pillow, read_picture
 from made_profiles import ADOBE_RGB, DISPLAY_P3, INKS, OPPONENTS, convert_by_imagecodecs, hide_opponents
 from PIL import Image
 
@@ -82,7 +82,7 @@ def rename_channels(data: bytes, names: bytes) -> bytes:
     return bytes(found)
 
 
-def tag_exif(**tags: object) -> Image.Exif:
+def make_exif(**tags: object) -> Image.Exif:
     exif = Image.Exif()
     for name, value in tags.items():
         if name == "orientation":
@@ -143,26 +143,28 @@ def make_two_channels() -> bytes:
 
 
 MADE: dict[str, MadeFile] = {
-    "baseline, progressive": MadeFile(make(encode(PIXELS, progressive=True)), STORED, LOSSY, others={by_pillow: None}),
-    "arithmetic": MadeFile(make(ARITHMETIC), decode(HUFFMAN), LOSSY, others={by_pillow: None}),
+    "baseline, progressive": MadeFile(
+        make(encode(PIXELS, progressive=True)), STORED, LOSSY, others={read_by_pillow: None}
+    ),
+    "arithmetic": MadeFile(make(ARITHMETIC), decode(HUFFMAN), LOSSY, others={read_by_pillow: None}),
     "12 bits": MadeFile(make(TWELVE), "has 12 bits per channel", "has 12 bits per channel"),
     "JPEG-LS": MadeFile(make(LS), "a JPEG file of the kind JPEG-LS", "of the kind JPEG-LS"),
     "two channels": MadeFile(make(make_two_channels()), "with 2 channels", "with 2 channels"),
-    "Adobe transform": MadeFile(make(AS_RGB), decode(AS_RGB), LOSSY, others={by_pillow: None}),
-    "names of channels": MadeFile(make(RENAMED), decode(AS_RGB), LOSSY, others={by_pillow: None}),
+    "Adobe transform": MadeFile(make(AS_RGB), decode(AS_RGB), LOSSY, others={read_by_pillow: None}),
+    "names of channels": MadeFile(make(RENAMED), decode(AS_RGB), LOSSY, others={read_by_pillow: None}),
     "CMYK": MadeFile(make(IN_INKS), find_shown(IN_INKS), "mode CMYK", naive=255 - INK[..., :3]),
     "CMYK without a profile": MadeFile(make(encode(INK, "CMYK")), "mode CMYK .*no colour profile", "mode CMYK"),
     "ICC profile": MadeFile(make(encode(PIXELS, icc_profile=DISPLAY_P3)), STORED, LOSSY, naive=STORED),
     "ICC profile of no red, green and blue": MadeFile(
         make(IN_OPPONENTS), find_shown(IN_OPPONENTS), LOSSY, naive=decode(IN_OPPONENTS)
     ),
-    "ColorSpace": MadeFile(make(encode(PIXELS, exif=tag_exif(space=2))), STORED, LOSSY, naive=STORED),
+    "ColorSpace": MadeFile(make(encode(PIXELS, exif=make_exif(space=2))), STORED, LOSSY, naive=STORED),
     "Orientation": MadeFile(
-        make(encode(GREY, exif=tag_exif(orientation=6))),
+        make(encode(GREY, exif=make_exif(orientation=6))),
         TURNED,
         (TURNED > 60).astype(int),
         naive=decode(encode(GREY)),
-        others={by_pillow: None},
+        others={read_by_pillow: None},
         options={"classes": 2, "threshold": 60},
     ),
     "further pictures": MadeFile(append_picture, STORED, LOSSY, naive=STORED),
@@ -231,7 +233,7 @@ def test_conversions_agree_with_another_program(tmp_path: Path):
 def test_inks_of_unknown_colours_are_refused_before_they_are_decoded(tmp_path: Path, without: str):
     options = {
         "a profile": {},
-        "a profile, in Adobe RGB": {"exif": tag_exif(space=2)},
+        "a profile, in Adobe RGB": {"exif": make_exif(space=2)},
         "a profile for inks": {"icc_profile": DISPLAY_P3},
         "a marker": {"icc_profile": INKS},
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from made_files import MadeFile, by_tifffile, check_refused, check_row, list_rows_without_files, read_picture
+from made_files import MadeFile, check_refused, check_row, list_rows_without_files, read_by_tifffile, read_picture
 
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.images.metadata.ome_tiff import OME_TIFF
@@ -21,7 +21,9 @@ SINGLE = '<Channel ID="Channel:0:{0}" SamplesPerPixel="1"{1}/>'
 UUIDS = [f"urn:uuid:00000000-0000-0000-0000-00000000000{number}" for number in range(4)]
 
 
-def image(content: str, shape: Sequence[int] = (32, 48), channels: int = 3, name: str = "", **pixels: object) -> str:
+def make_image(
+    content: str, shape: Sequence[int] = (32, 48), channels: int = 3, name: str = "", **pixels: object
+) -> str:
     """An Image element of one plane; `content` is that of its Pixels."""
     sizes = {"SizeX": shape[1], "SizeY": shape[0], "SizeC": channels, "SizeZ": 1, "SizeT": 1} | pixels
     order = {"DimensionOrder": "XYCZT", "Type": "uint8"} | sizes
@@ -29,17 +31,17 @@ def image(content: str, shape: Sequence[int] = (32, 48), channels: int = 3, name
     return f'<Image ID="Image:{name}" Name="{name}"><Pixels ID="Pixels:0" {listed}>{content}</Pixels></Image>'
 
 
-def ome(*content: str, uuid: str = "") -> str:
+def make_ome(*content: str, uuid: str = "") -> str:
     own = f' UUID="{uuid}"' if uuid else ""
     return f"<OME {HEAD}{own}>{''.join(content)}</OME>"
 
 
-def channels(*colours: int) -> str:
+def make_channels(*colours: int) -> str:
     listed = colours or (None,) * 3
     return "".join(SINGLE.format(k, "" if c is None else f' Color="{c}"') for k, c in enumerate(listed))
 
 
-def data(*elements: dict[str, object]) -> str:
+def make_data(*elements: dict[str, object]) -> str:
     return "".join(
         "<TiffData" + "".join(f' {key}="{value}"' for key, value in each.items()) + "/>" for each in elements
     )
@@ -62,12 +64,12 @@ def split(pixels: np.ndarray) -> list[np.ndarray]:
     return [pixels[..., number].copy() for number in range(pixels.shape[2])]
 
 
-def alone(text: str) -> Callable[[Path], Path]:
+def make_grey(text: str) -> Callable[[Path], Path]:
     """One grey page with a text."""
     return make(text, GREY)
 
 
-def same(text: str) -> Callable[[Path], Path]:
+def make_equal(text: str) -> Callable[[Path], Path]:
     """Three equal channels, as a grey mask that was saved as colours."""
     return make(text, GREY, GREY, GREY)
 
@@ -83,12 +85,14 @@ def make_set(
             f'<TiffData FirstC="{k}" IFD="0" PlaneCount="1"><UUID FileName="{names[k]}">{UUIDS[k]}</UUID></TiffData>'
             for k in range(3)
         )
-        whole = image(channels() + planes)
+        whole = make_image(make_channels() + planes)
         for number, channel in enumerate(split(pixels)[:keep]):
             short = f'<BinaryOnly MetadataFile="x.companion.ome" UUID="{UUIDS[3]}"/>'
-            make(ome(short if companion else whole, uuid=UUIDS[number]), channel, name=f"c{number}.ome.tif")(folder)
+            make(make_ome(short if companion else whole, uuid=UUIDS[number]), channel, name=f"c{number}.ome.tif")(
+                folder
+            )
         if companion and keep == 3:
-            (folder / "x.companion.ome").write_text(ome(whole, uuid=UUIDS[3]), encoding="utf-8")
+            (folder / "x.companion.ome").write_text(make_ome(whole, uuid=UUIDS[3]), encoding="utf-8")
         return folder / f"c{file}.ome.tif"
 
     return write
@@ -97,38 +101,50 @@ def make_set(
 def write_set_of_another(folder: Path) -> Path:
     """One of the files is that of another set."""
     path = make_set()(folder)
-    make(ome(image(channels()), uuid=UUIDS[3]), GREY, name="c1.ome.tif")(folder)
+    make(make_ome(make_image(make_channels()), uuid=UUIDS[3]), GREY, name="c1.ome.tif")(folder)
     return path
 
 
 GREYS = np.dstack([GREY] * 3)
 RED, GREEN, BLUE = -16776961, 16711935, 65535
-LABEL = image(data({"IFD": 0}), SMALL.shape, 1, "label image")
-SCAN = image(data({"IFD": 1}), (32, 48), 1, "slide")
-THREE = channels()
+LABEL = make_image(make_data({"IFD": 0}), SMALL.shape, 1, "label image")
+SCAN = make_image(make_data({"IFD": 1}), (32, 48), 1, "slide")
+THREE = make_channels()
 MISSING = r"is in 'c2\.ome\.tif', which is not in .*Copy it there"
 MADE = {
-    "several Image elements": MadeFile(make(ome(LABEL, SCAN), SMALL, GREY), GREY, GREY),
+    "several Image elements": MadeFile(make(make_ome(LABEL, SCAN), SMALL, GREY), GREY, GREY),
     "several scans": MadeFile(
-        make(ome(image(data({"IFD": 0}), SMALL.shape, 1, "1"), image(data({"IFD": 1}), (32, 48), 1, "2")), SMALL, GREY),
+        make(
+            make_ome(
+                make_image(make_data({"IFD": 0}), SMALL.shape, 1, "1"),
+                make_image(make_data({"IFD": 1}), (32, 48), 1, "2"),
+            ),
+            SMALL, GREY,
+        ),
         "holds 2 pictures, and its OME-XML does not say which of them is the scan: 1: 20 x 20 px; 2: 32 x 48",
         "holds 2 pictures",
     ),
     "TiffData: FirstC": MadeFile(
-        make(ome(image(THREE + data(*({"FirstC": c, "IFD": p} for c, p in ((2, 0), (0, 1), (1, 2)))))), *split(RGB)),
+        make(
+            make_ome(make_image(THREE + make_data(*({"FirstC": c, "IFD": p} for c, p in ((2, 0), (0, 1), (1, 2)))))),
+            *split(RGB),
+        ),
         RGB[..., [1, 2, 0]], GREY, naive=RGB,
-        write_mask=same(ome(image(THREE + data(*({"FirstC": c, "IFD": 2 - c} for c in range(3)))))),
+        write_mask=make_equal(
+            make_ome(make_image(THREE + make_data(*({"FirstC": c, "IFD": 2 - c} for c in range(3)))))
+        ),
     ),
     "TiffData: IFD, PlaneCount": MadeFile(
-        make(ome(image(THREE + data({"IFD": 1, "PlaneCount": 3}))), GREY, *split(RGB)), RGB, GREY,
-        naive=np.dstack([GREY, RGB[..., 0], RGB[..., 1]]), write_mask=same(ome(image(THREE + data({})))),
+        make(make_ome(make_image(THREE + make_data({"IFD": 1, "PlaneCount": 3}))), GREY, *split(RGB)), RGB, GREY,
+        naive=np.dstack([GREY, RGB[..., 0], RGB[..., 1]]),
+        write_mask=make_equal(make_ome(make_image(THREE + make_data({})))),
     ),
     "TiffData that is incomplete": MadeFile(
-        make(ome(image(THREE + data({"IFD": 0}, {"IFD": 1, "FirstC": 1}))), *split(RGB)),
+        make(make_ome(make_image(THREE + make_data({"IFD": 0}, {"IFD": 1, "FirstC": 1}))), *split(RGB)),
         "gives no page for channel 2", "gives no page for channel 2",
     ),
     "UUID: FileName": MadeFile(
-        make_set(file=1), RGB, GREY, write_mask=make_set(pixels=GREYS), others={by_tifffile: None}
+        make_set(file=1), RGB, GREY, write_mask=make_set(pixels=GREYS), others={read_by_tifffile: None}
     ),
     "UUID: FileName that is missing": MadeFile(make_set(keep=2), MISSING, MISSING),
     "UUID of another file": MadeFile(write_set_of_another, "its UUID is urn:uuid:.*3, and not", "Copy the whole set"),
@@ -140,30 +156,35 @@ MADE = {
         "which is not in",
     ),
     "SizeX, SizeY": MadeFile(
-        alone(ome(image(data({}), (32, 50), 1))), "has 32 x 50 px, and it has 32 x 48", "text of another file"
+        make_grey(make_ome(make_image(make_data({}), (32, 50), 1))),
+        "has 32 x 50 px, and it has 32 x 48", "text of another file",
     ),
     "SizeZ, SizeT": MadeFile(
-        make(ome(image(data({}), channels=1, SizeZ=3)), *split(RGB)), "a stack: 3 focal planes", "a stack"
+        make(make_ome(make_image(make_data({}), channels=1, SizeZ=3)), *split(RGB)),
+        "a stack: 3 focal planes", "a stack",
     ),
     "DimensionOrder": MadeFile(
-        make(ome(image(THREE + data({}), DimensionOrder="XYTZC")), *split(RGB)), RGB, GREY, naive=RGB,
-        write_mask=same(ome(image(THREE + data({}), DimensionOrder="XYTZC"))),
+        make(make_ome(make_image(THREE + make_data({}), DimensionOrder="XYTZC")), *split(RGB)), RGB, GREY, naive=RGB,
+        write_mask=make_equal(make_ome(make_image(THREE + make_data({}), DimensionOrder="XYTZC"))),
     ),
     "Channel: SamplesPerPixel": MadeFile(
-        make(ome(image('<Channel ID="Channel:0:0" SamplesPerPixel="3"/>' + data({}))), RGB), RGB, GREY,
-        write_mask=make(ome(image('<Channel ID="Channel:0:0" SamplesPerPixel="3"/>' + data({}))), GREYS),
+        make(make_ome(make_image('<Channel ID="Channel:0:0" SamplesPerPixel="3"/>' + make_data({}))), RGB), RGB, GREY,
+        write_mask=make(make_ome(make_image('<Channel ID="Channel:0:0" SamplesPerPixel="3"/>' + make_data({}))), GREYS),
     ),
     "Channel: Color": MadeFile(
-        make(ome(image(channels(BLUE, GREEN, RED) + data({}))), *split(RGB)), RGB[..., ::-1], GREY, naive=RGB,
-        write_mask=same(ome(image(channels(BLUE, GREEN, RED) + data({})))),
+        make(make_ome(make_image(make_channels(BLUE, GREEN, RED) + make_data({}))), *split(RGB)),
+        RGB[..., ::-1], GREY, naive=RGB,
+        write_mask=make_equal(make_ome(make_image(make_channels(BLUE, GREEN, RED) + make_data({})))),
     ),
     "Channel: Color of other kinds": MadeFile(
-        make(ome(image(channels(BLUE, GREEN, GREEN) + data({}))), *split(RGB)), "no red, green and blue",
-        "no red, green and blue",
+        make(make_ome(make_image(make_channels(BLUE, GREEN, GREEN) + make_data({}))), *split(RGB)),
+        "no red, green and blue", "no red, green and blue",
     ),
     "BigEndian, Interleaved, SignificantBits": MadeFile(
-        alone(ome(image(data({}), channels=1, BigEndian="true", Interleaved="true", SignificantBits=4))),
-        GREY, GREY, naive=GREY, others={by_tifffile: None},
+        make_grey(
+            make_ome(make_image(make_data({}), channels=1, BigEndian="true", Interleaved="true", SignificantBits=4))
+        ),
+        GREY, GREY, naive=GREY, others={read_by_tifffile: None},
     ),
 }  # fmt: skip
 
@@ -178,7 +199,7 @@ def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
 
 
 def test_a_refusal_has_no_circle_of_causes(tmp_path: Path):
-    path = make(ome(image(THREE + data({"IFD": 0}, {"IFD": 1}))), *split(RGB))(tmp_path)
+    path = make(make_ome(make_image(THREE + make_data({"IFD": 0}, {"IFD": 1}))), *split(RGB))(tmp_path)
     with pytest.raises(ImageError, match="two pages for channel 0") as refused:
         open_image(path)
     causes = [refused.value]
@@ -194,10 +215,10 @@ def pair(*described: tuple[str, dict[str, object]]) -> Callable[[Path], Path]:
     """A small image, then a large one, with names and attributes."""
     arrays = (SMALL, GREY)
     listed = [
-        image(data({"IFD": number}), pixels.shape, 1, name, **more)
+        make_image(make_data({"IFD": number}), pixels.shape, 1, name, **more)
         for number, (pixels, (name, more)) in enumerate(zip(arrays, described, strict=True))
     ]
-    return make(ome(*listed), *arrays)
+    return make(make_ome(*listed), *arrays)
 
 
 WIDTH = {"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5}
@@ -218,16 +239,16 @@ def test_two_scans_of_one_resolution_are_refused(tmp_path: Path):
 
 
 def test_a_macro_image_alone_is_the_picture(tmp_path: Path):
-    path = make(ome(image(data({}), channels=1, name="macro")), GREY)(tmp_path)
+    path = make(make_ome(make_image(make_data({}), channels=1, name="macro")), GREY)(tmp_path)
     assert np.array_equal(read_picture(path)[..., 0], GREY)
 
 
 def test_the_scan_has_levels_of_its_own(tmp_path: Path):
     """As Bio-Formats annotates a pyramid."""
-    text = image(data({"IFD": 1}), (32, 48), 1, "b").replace(
+    text = make_image(make_data({"IFD": 1}), (32, 48), 1, "b").replace(
         "</Image>", '<AnnotationRef ID="Annotation:Resolution:0"/></Image>'
     )
-    path = make(ome(image(data({"IFD": 0}), SMALL.shape, 1, "a"), text), SMALL, GREY)(tmp_path)
+    path = make(make_ome(make_image(make_data({"IFD": 0}), SMALL.shape, 1, "a"), text), SMALL, GREY)(tmp_path)
     assert np.array_equal(read_picture(path)[..., 0], GREY)
 
 

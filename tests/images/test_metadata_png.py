@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_files import MadeFile, by_gdal, by_pillow, check_row, list_rows_without_files, read_picture
+from made_files import MadeFile, check_row, list_rows_without_files, read_by_gdal, read_by_pillow, read_picture
 from made_profiles import DISPLAY_P3, OPPONENTS, SWAPPED, convert_by_imagecodecs
 from PIL import Image, ImageCms
 
@@ -86,7 +86,7 @@ def make_profile_chunk(data: bytes) -> bytes:
     return make_chunk(b"iCCP", b"p\0\0" + zlib.compress(data))
 
 
-def whiten(pixels: np.ndarray, transparent: np.ndarray) -> np.ndarray:
+def fill_with_white(pixels: np.ndarray, transparent: np.ndarray) -> np.ndarray:
     return np.where(
         transparent[..., None], 255, np.broadcast_to(np.atleast_3d(pixels), (*transparent.shape, 3))
     ).astype(np.uint8)
@@ -110,13 +110,17 @@ CONVERTED = np.array(find_effect(OPPONENTS, "RGB").transform.apply(Image.fromarr
 KEY = struct.pack(">3H", *EQUAL[0, 0])
 
 MADE: dict[str, MadeFile] = {
-    "bit depth": MadeFile(make(INDICES, bits=2), INDICES * 85, INDICES, others={by_pillow: None}),
+    "bit depth": MadeFile(make(INDICES, bits=2), INDICES * 85, INDICES, others={read_by_pillow: None}),
     "bit depth 16": MadeFile(
         make(GREY.astype(int) * 257, bits=16), "has 16 bits", GREY.astype(int) * 257, options={"classes": 65536}
     ),
-    "interlace": MadeFile(write_interlaced, GREY, GREY, others={by_pillow: None, by_gdal: None}),
+    "interlace": MadeFile(write_interlaced, GREY, GREY, others={read_by_pillow: None, read_by_gdal: None}),
     "PLTE": MadeFile(
-        make(INDICES, PLTE, bits=2, palette=True), COLOURS[INDICES], INDICES, naive=INDICES, others={by_pillow: None}
+        make(INDICES, PLTE, bits=2, palette=True),
+        COLOURS[INDICES],
+        INDICES,
+        naive=INDICES,
+        others={read_by_pillow: None},
     ),
     "PLTE, too short": MadeFile(
         make(INDICES, make_chunk(b"PLTE", COLOURS[:3].tobytes()), bits=2, palette=True),
@@ -125,50 +129,62 @@ MADE: dict[str, MadeFile] = {
     ),
     "tRNS of a palette": MadeFile(
         make(INDICES, PLTE, make_chunk(b"tRNS", b"\xff\xff\0"), bits=4, palette=True),
-        whiten(COLOURS[INDICES], INDICES == 2),
+        fill_with_white(COLOURS[INDICES], INDICES == 2),
         INDICES,
         naive=COLOURS[INDICES],
     ),
     "tRNS of grey": MadeFile(
         make(INDICES, make_chunk(b"tRNS", b"\0\1"), bits=2),
-        whiten(INDICES * 85, INDICES == 1),
+        fill_with_white(INDICES * 85, INDICES == 1),
         INDICES,
         naive=INDICES * 85,
     ),
     "tRNS of colours": MadeFile(
-        make(EQUAL, make_chunk(b"tRNS", KEY)), whiten(GREY, GREY[0, 0] == GREY), GREY, naive=GREY
+        make(EQUAL, make_chunk(b"tRNS", KEY)), fill_with_white(GREY, GREY[0, 0] == GREY), GREY, naive=GREY
     ),
     "alpha": MadeFile(
         make(np.dstack([PIXELS, np.where(GREY > 127, 255, 0)])),
-        whiten(PIXELS, GREY <= 127),
+        fill_with_white(PIXELS, GREY <= 127),
         "is transparent",
         naive=PIXELS,
     ),
     "bKGD": MadeFile(
         make(GREY, make_chunk(b"tRNS", struct.pack(">H", GREY[0, 0])), make_chunk(b"bKGD", b"\0\7")),
-        whiten(GREY, GREY[0, 0] == GREY),
+        fill_with_white(GREY, GREY[0, 0] == GREY),
         GREY,
-        naive=whiten(GREY, GREY[0, 0] == GREY),
+        naive=fill_with_white(GREY, GREY[0, 0] == GREY),
     ),
     "sBIT": MadeFile(
-        make(GREY, make_chunk(b"sBIT", b"\5")), GREY, GREY, naive=GREY, others={by_pillow: None, by_gdal: None}
+        make(GREY, make_chunk(b"sBIT", b"\5")),
+        GREY,
+        GREY,
+        naive=GREY,
+        others={read_by_pillow: None, read_by_gdal: None},
     ),
-    "hIST, sPLT, pHYs, oFFs, sCAL, tIME": MadeFile(make(GREY, OTHERS), GREY, GREY, naive=GREY, others={by_gdal: None}),
-    "iCCP": MadeFile(make(EQUAL, make_profile_chunk(DISPLAY_P3)), GREY, GREY, naive=GREY, others={by_pillow: None}),
+    "hIST, sPLT, pHYs, oFFs, sCAL, tIME": MadeFile(
+        make(GREY, OTHERS), GREY, GREY, naive=GREY, others={read_by_gdal: None}
+    ),
+    "iCCP": MadeFile(
+        make(EQUAL, make_profile_chunk(DISPLAY_P3)), GREY, GREY, naive=GREY, others={read_by_pillow: None}
+    ),
     "iCCP of no red, green and blue": MadeFile(make(EQUAL, make_profile_chunk(OPPONENTS)), CONVERTED, GREY, naive=GREY),
     "sRGB": MadeFile(make(EQUAL, make_chunk(b"sRGB", b"\0")), GREY, GREY, naive=GREY),
     "gAMA": MadeFile(
-        make(GREY, make_chunk(b"gAMA", struct.pack(">I", 100_000))), GREY, GREY, naive=GREY, others={by_pillow: None}
+        make(GREY, make_chunk(b"gAMA", struct.pack(">I", 100_000))),
+        GREY,
+        GREY,
+        naive=GREY,
+        others={read_by_pillow: None},
     ),
-    "cHRM": MadeFile(make(GREY, WIDE), GREY, GREY, naive=GREY, others={by_pillow: None}),
-    "cICP": MadeFile(make(GREY, P3_CODES), GREY, GREY, naive=GREY, others={by_pillow: None}),
+    "cHRM": MadeFile(make(GREY, WIDE), GREY, GREY, naive=GREY, others={read_by_pillow: None}),
+    "cICP": MadeFile(make(GREY, P3_CODES), GREY, GREY, naive=GREY, others={read_by_pillow: None}),
     "mDCV, cLLI": MadeFile(make(GREY, make_chunk(b"cLLI", bytes(8))), GREY, GREY, naive=GREY),
     "eXIf": MadeFile(
         make(GREY, make_chunk(b"eXIf", TURNED)),
         np.rot90(GREY, -1),
         np.rot90(GREY, -1),
         naive=GREY,
-        others={by_pillow: None},
+        others={read_by_pillow: None},
     ),
     "acTL, fcTL, fdAT": MadeFile(write_animated, "is an animation", "is an animation"),
     "CgBI": MadeFile(
@@ -223,7 +239,7 @@ def test_orientation_before_and_after_the_pixels(tmp_path: Path, orientation: in
     exif[0x0112] = orientation
     data = make_chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0"))
     path = make(PIXELS, after=data)(tmp_path) if late else make(PIXELS, data)(tmp_path)
-    assert np.array_equal(read_picture(path), by_pillow(path))
+    assert np.array_equal(read_picture(path), read_by_pillow(path))
     assert read_shape(path) == open_image(path).shape()
 
 
@@ -234,7 +250,7 @@ def test_a_transparent_shade_counts_in_the_bits_of_the_file(tmp_path: Path, bits
     for key in {0, 1, most}:
         # Higher bits than those of the image do not count (PNG, 11.3.1.1).
         path = make(stored, make_chunk(b"tRNS", struct.pack(">H", key | 0x100)), bits=bits)(tmp_path)
-        expected = whiten(stored.astype(int) * 255 // most, stored == key)
+        expected = fill_with_white(stored.astype(int) * 255 // most, stored == key)
         assert np.array_equal(read_picture(path), expected), key
 
 
@@ -253,5 +269,5 @@ def test_numbers_that_are_no_colours_are_converted_as_by_another_program(tmp_pat
         (SWAPPED, PIXELS, GREY < 0),
     ):
         found = read_picture(make(stored, make_profile_chunk(data))(tmp_path)).astype(int)
-        expected = whiten(convert_by_imagecodecs(PIXELS, data), transparent)
+        expected = fill_with_white(convert_by_imagecodecs(PIXELS, data), transparent)
         assert np.abs(found - expected).max() <= 1  # another program rounds otherwise

@@ -13,16 +13,16 @@ import pytest
 import tifffile
 from made_files import (
     MadeFile,
-    by_gdal,
-    by_openslide,
-    by_pillow,
-    by_tifffile,
     check_row,
+    expand_channels,
     list_rows_without_files,
-    spread,
+    read_by_gdal,
+    read_by_openslide,
+    read_by_pillow,
+    read_by_tifffile,
 )
 from PIL import Image, ImageCms
-from raw_tiff import Tags, split_tiles, tile_tags, write_tiff
+from raw_tiff import Tags, make_tile_tags, split_tiles, write_tiff
 
 from mpi4dl_nb.engines.images.dataset import IGNORED
 from mpi4dl_nb.engines.images.metadata.tiff import TIFF
@@ -31,7 +31,7 @@ from mpi4dl_nb.engines.images.tiff_page import TiffPageReader
 RGB = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
 GREY, OTHER = RGB[..., 0].copy(), RGB[..., 1].copy()
 CLEAR = np.dstack([RGB, OTHER])
-BY_ALL = {by_tifffile: None, by_pillow: None, by_gdal: None}
+BY_ALL = {read_by_tifffile: None, read_by_pillow: None, read_by_gdal: None}
 XMP = (
     '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
     '<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="3"/></rdf:RDF></x:xmpmeta>'
@@ -46,18 +46,20 @@ TRANSPARENT, LOSSY = "is transparent", "compressed as JPEG"
 KIND = "colours of another kind than RGB"
 
 
-def raw(shape: Sequence[int], segments: Sequence[bytes | None], tags: Tags, order: str = "<") -> Callable[[Path], Path]:
+def make_page(
+    shape: Sequence[int], segments: Sequence[bytes | None], tags: Tags, order: str = "<"
+) -> Callable[[Path], Path]:
     """How to write one page of any tags."""
     return lambda folder: write_tiff(folder / "a.tif", tuple(shape), segments, tags, order)
 
 
-def grey(tags: Tags, pixels: np.ndarray = GREY) -> Callable[[Path], Path]:
-    return raw(pixels.shape, [pixels.tobytes()], tags)
+def make_grey(tags: Tags, pixels: np.ndarray = GREY) -> Callable[[Path], Path]:
+    return make_page(pixels.shape, [pixels.tobytes()], tags)
 
 
-def ignored(tags: Tags) -> MadeFile:
+def make_ignored(tags: Tags) -> MadeFile:
     """Tags that change neither picture nor mask."""
-    return MadeFile(grey(tags), GREY, GREY, naive=GREY, others={by_tifffile: None, by_gdal: None})
+    return MadeFile(make_grey(tags), GREY, GREY, naive=GREY, others={read_by_tifffile: None, read_by_gdal: None})
 
 
 def make(pages: Sequence[tuple[np.ndarray, dict[str, Any]]], **options: Any) -> Callable[[Path], Path]:
@@ -73,24 +75,24 @@ def make(pages: Sequence[tuple[np.ndarray, dict[str, Any]]], **options: Any) -> 
     return write
 
 
-def sparse(pixels: np.ndarray, *numbers: int) -> np.ndarray:
+def clear_last_tile(pixels: np.ndarray, *numbers: int) -> np.ndarray:
     """The last tile of 16 x 16 px is not in the file; its pixels."""
     found = pixels.copy()
     found[16:, 32:] = numbers or 0
     return found
 
 
-def without_last(pixels: np.ndarray, **tags: Any) -> Callable[[Path], Path]:
+def make_incomplete(pixels: np.ndarray, **tags: Any) -> Callable[[Path], Path]:
     """How to write it without its last tile."""
     given = {int(name[1:]): value for name, value in tags.items()}
     tiles = [zlib.compress(tile) for tile in split_tiles(pixels, 16)]
-    return raw(pixels.shape, [*tiles[:-1], None], tile_tags(16) | {259: ("H", [8])} | given)
+    return make_page(pixels.shape, [*tiles[:-1], None], make_tile_tags(16) | {259: ("H", [8])} | given)
 
 
-def composite(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+def lay_on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     """On white, rounded to the nearest."""
     weight = alpha[..., None].astype(float) / 255
-    return np.rint(spread(colours) * weight + 255 * (1 - weight)).astype(np.uint8)
+    return np.rint(expand_channels(colours) * weight + 255 * (1 - weight)).astype(np.uint8)
 
 
 def pack(numbers: np.ndarray, bits: int) -> bytes:
@@ -123,7 +125,7 @@ def write_with_jpeg_tables(folder: Path) -> Path:
     start = tiles[0].index(b"\xff\xdb")  # the tables of quantisation, before the header of the frame
     stop = tiles[0].index(b"\xff\xc0")
     tables, rest = b"\xff\xd8" + tiles[0][start:stop] + b"\xff\xd9", [tile[:start] + tile[stop:] for tile in tiles]
-    tags = tile_tags(16) | {259: ("H", [7]), 347: ("B", list(tables))}
+    tags = make_tile_tags(16) | {259: ("H", [7]), 347: ("B", list(tables))}
     return write_tiff(folder / "a.tif", SMOOTH.shape, rest, tags)
 
 
@@ -135,20 +137,21 @@ TILES = np.vstack([
 
 PLACES = {
     "Orientation": MadeFile(
-        grey({274: ("H", [6])}), np.rot90(GREY, -1), np.rot90(GREY, -1), others={by_pillow: None, by_gdal: GREY}
+        make_grey({274: ("H", [6])}), np.rot90(GREY, -1), np.rot90(GREY, -1),
+        others={read_by_pillow: None, read_by_gdal: GREY},
     ),
-    "Orientation in XMP": ignored({700: ("B", list(XMP.encode()))}),
+    "Orientation in XMP": make_ignored({700: ("B", list(XMP.encode()))}),
     "PlanarConfiguration": MadeFile(
-        raw(RGB.shape, [RGB[..., k].tobytes() for k in range(3)], {284: ("H", [2]), 278: ("I", [32])}),
+        make_page(RGB.shape, [RGB[..., k].tobytes() for k in range(3)], {284: ("H", [2]), 278: ("I", [32])}),
         RGB, GREY, naive=np.moveaxis(RGB, -1, 0).reshape(RGB.shape), others=BY_ALL,
-        write_mask=raw(RGB.shape, [GREY.tobytes()] * 3, {284: ("H", [2]), 278: ("I", [32])}),
+        write_mask=make_page(RGB.shape, [GREY.tobytes()] * 3, {284: ("H", [2]), 278: ("I", [32])}),
     ),
     "NewSubfileType: reduced": MadeFile(
         make([(GREY[::2, ::2].copy(), {"subfiletype": 1}), (GREY, {})]), GREY, GREY, naive=None
     ),
     "NewSubfileType: mask": MadeFile(
         make([(GREY, {}), (FAX, {"photometric": "mask", "subfiletype": 4})]),
-        GREY, "has no pixel at row 0, column 0", naive=GREY, others={by_gdal: None, by_pillow: None},
+        GREY, "has no pixel at row 0, column 0", naive=GREY, others={read_by_gdal: None, read_by_pillow: None},
     ),
     "SubIFDs": MadeFile(
         make([(GREY[::2, ::2].copy(), {"subfiletype": 1, "subifds": 1}), (GREY, {})]), GREY, GREY
@@ -166,131 +169,144 @@ PLACES = {
         make([(GREY, {"metadata": {"Ranges": (10.0, 20.0), "LUTs": [np.zeros((3, 256), np.uint8)]}})], imagej=True),
         GREY, GREY, naive=GREY, others=BY_ALL,
     ),
-    "MetaMorph: UIC2Tag": MadeFile(grey({33628: ("I", [0, 0]), 33629: ("2I", [0, 1] * 6)}), "a stack", "a stack"),
+    "MetaMorph: UIC2Tag": MadeFile(make_grey({33628: ("I", [0, 0]), 33629: ("2I", [0, 1] * 6)}), "a stack", "a stack"),
     "overlapping tiles of Trestle": MadeFile(
-        raw(
+        make_page(
             RGB.shape, [zlib.compress(tile) for tile in split_tiles(RGB, 16)],
-            tile_tags(16) | {259: ("H", [8]), 305: ("s", "MedScan"), 270: ("s", "OverlapsXY= 4 4;")},
+            make_tile_tags(16) | {259: ("H", [8]), 305: ("s", "MedScan"), 270: ("s", "OverlapsXY= 4 4;")},
         ),
         np.vstack([np.hstack([RGB[y : y + h, x : x + w] for x, w in ((0, 12), (16, 12), (32, 16))])
                    for y, h in ((0, 12), (16, 16))]),
-        others={by_openslide: None},
+        others={read_by_openslide: None},
     ),
 }  # fmt: skip
-VOID = np.where(sparse(GREY, 7) == 7, IGNORED, sparse(GREY, 7).astype(int))
+VOID = np.where(clear_last_tile(GREY, 7) == 7, IGNORED, clear_last_tile(GREY, 7).astype(int))
 EMPTY = {
-    "empty tiles or strips": MadeFile(without_last(GREY), sparse(GREY), sparse(GREY), naive=sparse(GREY, 255),
-                                      others={by_tifffile: None, by_gdal: None}),
-    "GDAL_NODATA": MadeFile(
-        without_last(GREY, t42113=("s", "7")), sparse(GREY, 7), VOID,
-        naive=sparse(GREY), others={by_tifffile: None, by_gdal: None}, options={"classes": 256, "ignore": 7},
+    "empty tiles or strips": MadeFile(
+        make_incomplete(GREY), clear_last_tile(GREY), clear_last_tile(GREY), naive=clear_last_tile(GREY, 255),
+        others={read_by_tifffile: None, read_by_gdal: None},
     ),
-    "GDAL_NODATA that no pixel can hold": MadeFile(without_last(GREY, t42113=("s", "-9999")), "-9999", "-9999"),
+    "GDAL_NODATA": MadeFile(
+        make_incomplete(GREY, t42113=("s", "7")), clear_last_tile(GREY, 7), VOID,
+        naive=clear_last_tile(GREY), others={read_by_tifffile: None, read_by_gdal: None},
+        options={"classes": 256, "ignore": 7},
+    ),
+    "GDAL_NODATA that no pixel can hold": MadeFile(make_incomplete(GREY, t42113=("s", "-9999")), "-9999", "-9999"),
     "empty tiles of a vendor's slide": MadeFile(
-        without_last(RGB, t270=("s", APERIO)), sparse(RGB, 255, 255, 255), sparse(GREY), naive=sparse(RGB),
-        others={by_openslide: None}, write_mask=without_last(GREY, t270=("s", APERIO)),
+        make_incomplete(RGB, t270=("s", APERIO)), clear_last_tile(RGB, 255, 255, 255), clear_last_tile(GREY),
+        naive=clear_last_tile(RGB),
+        others={read_by_openslide: None}, write_mask=make_incomplete(GREY, t270=("s", APERIO)),
     ),
 }  # fmt: skip
 PALETTE = {262: ("H", [3]), 320: ("H", COLOURS)}
 HALVED = {262: ("H", [3]), 320: ("H", [colour >> 8 for colour in COLOURS])}
 KINDS = {
     "PhotometricInterpretation: white is zero": MadeFile(
-        grey({262: ("H", [0])}), 255 - GREY, GREY, naive=GREY, others={by_pillow: None, by_gdal: GREY}
+        make_grey({262: ("H", [0])}), 255 - GREY, GREY, naive=GREY, others={read_by_pillow: None, read_by_gdal: GREY}
     ),
-    "ColorMap": MadeFile(grey(PALETTE), TABLE[GREY] >> 8, GREY, naive=GREY, others={by_pillow: None, by_gdal: GREY}),
+    "ColorMap": MadeFile(
+        make_grey(PALETTE), TABLE[GREY] >> 8, GREY, naive=GREY, others={read_by_pillow: None, read_by_gdal: GREY}
+    ),
     "ColorMap of 8-bit colours": MadeFile(
-        grey(HALVED), TABLE[GREY] >> 8, GREY, naive=np.zeros_like(GREY), others={by_gdal: GREY}
+        make_grey(HALVED), TABLE[GREY] >> 8, GREY, naive=np.zeros_like(GREY), others={read_by_gdal: GREY}
     ),
-    "Indexed": MadeFile(grey({346: ("H", [1])}), "indices into a palette of another kind", GREY),
-    "YCbCr in JPEG": MadeFile(raw(RGB.shape, [JPEG], IN_JPEG), DECODED, LOSSY, naive=STORED, others=BY_ALL),
+    "Indexed": MadeFile(make_grey({346: ("H", [1])}), "indices into a palette of another kind", GREY),
+    "YCbCr in JPEG": MadeFile(make_page(RGB.shape, [JPEG], IN_JPEG), DECODED, LOSSY, naive=STORED, others=BY_ALL),
     "YCbCrCoefficients, ReferenceBlackWhite of JPEG": MadeFile(
-        raw(RGB.shape, [JPEG], IN_JPEG | {529: REC_709, 531: ("H", [2]), 532: WIDE_RANGE}),
+        make_page(RGB.shape, [JPEG], IN_JPEG | {529: REC_709, 531: ("H", [2]), 532: WIDE_RANGE}),
         DECODED, LOSSY, naive=DECODED, others=BY_ALL,
     ),
     "YCbCr without JPEG": MadeFile(
-        raw(RGB.shape, [zlib.compress(np.full(RGB.shape, (81, 90, 240), np.uint8).tobytes())],
+        make_page(RGB.shape, [zlib.compress(np.full(RGB.shape, (81, 90, 240), np.uint8).tobytes())],
             {262: ("H", [6]), 530: ("H", [1, 1]), 259: ("H", [8])}),
-        np.full(RGB.shape, (238, 14, 14), np.uint8), KIND, others={by_pillow: None, by_gdal: None},
+        np.full(RGB.shape, (238, 14, 14), np.uint8), KIND, others={read_by_pillow: None, read_by_gdal: None},
     ),
     "YCbCrCoefficients without JPEG": MadeFile(
-        raw(RGB.shape, [RGB.tobytes()], {262: ("H", [6]), 530: ("H", [1, 1]), 529: REC_709}), "tags 529", KIND
+        make_page(RGB.shape, [RGB.tobytes()], {262: ("H", [6]), 530: ("H", [1, 1]), 529: REC_709}), "tags 529", KIND
     ),
     "YCbCrSubSampling without JPEG": MadeFile(
-        raw(RGB.shape, [RGB[:16].tobytes()], {262: ("H", [6])}), "reduced colours", KIND
+        make_page(RGB.shape, [RGB[:16].tobytes()], {262: ("H", [6])}), "reduced colours", KIND
     ),
     "CMYK, InkSet, DotRange": MadeFile(
-        raw(CLEAR.shape, [CLEAR.tobytes()], {262: ("H", [5]), 332: ("H", [1]), 336: ("H", [0, 200])}),
+        make_page(CLEAR.shape, [CLEAR.tobytes()], {262: ("H", [5]), 332: ("H", [1]), 336: ("H", [0, 200])}),
         r"printing inks \(CMYK\)", KIND,
     ),
     "L*a*b*, Decode": MadeFile(
-        raw(RGB.shape, [RGB.tobytes()], {262: ("H", [10]), 433: ("f", [0.0, 100.0])}), "ITULAB", KIND
+        make_page(RGB.shape, [RGB.tobytes()], {262: ("H", [10]), 433: ("f", [0.0, 100.0])}), "ITULAB", KIND
     ),
-    "LogL, LogLuv": MadeFile(raw(RGB.shape, [RGB.tobytes()], {262: ("H", [32845])}), "LOGLUV", KIND),
-    "CFA, LinearRaw": MadeFile(grey({262: ("H", [32803])}), "camera's sensor", KIND),
+    "LogL, LogLuv": MadeFile(make_page(RGB.shape, [RGB.tobytes()], {262: ("H", [32845])}), "LOGLUV", KIND),
+    "CFA, LinearRaw": MadeFile(make_grey({262: ("H", [32803])}), "camera's sensor", KIND),
     "PhotometricInterpretation: mask": MadeFile(
         make([(FAX, {"photometric": "mask"})]), "a transparency mask", FAX.astype(int)
     ),
-    "ICC profile": ignored({34675: ("B", list(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()))}),
-    "TransferFunction, WhitePoint, PrimaryChromaticities": ignored(
+    "ICC profile": make_ignored(
+        {34675: ("B", list(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()))}
+    ),
+    "TransferFunction, WhitePoint, PrimaryChromaticities": make_ignored(
         {301: ("H", list(range(65535, -1, -257))[:256]), 318: ("2I", [1, 3] * 2), 319: ("2I", [1, 3] * 6)}
     ),
-    "GrayResponseCurve": ignored({290: ("H", [2]), 291: ("H", list(range(256)))}),
-    "MinSampleValue, MaxSampleValue": ignored(
+    "GrayResponseCurve": make_ignored({290: ("H", [2]), 291: ("H", list(range(256)))}),
+    "MinSampleValue, MaxSampleValue": make_ignored(
         {280: ("H", [10]), 281: ("H", [20]), 340: ("B", [10]), 341: ("B", [20])}
     ),
-    "GDAL_METADATA: scale, offset": ignored({42112: ("s", SCALE)}),
-    "GeoTIFF": ignored({33550: ("d", [1.0, -1.0, 0.0]), 33922: ("d", [0.0, 0, 0, 5, 5, 0])}),
+    "GDAL_METADATA: scale, offset": make_ignored({42112: ("s", SCALE)}),
+    "GeoTIFF": make_ignored({33550: ("d", [1.0, -1.0, 0.0]), 33922: ("d", [0.0, 0, 0, 5, 5, 0])}),
 }  # fmt: skip
 SIGNED = GREY.astype(np.int8) & 127
 NUMBERS = {
     "BitsPerSample 1, 2, 4": MadeFile(
-        raw(GREY.shape, [pack(GREYS, 4)], {258: ("H", [4])}), GREYS * 17, GREYS,
-        naive=GREYS, others={by_pillow: None, by_tifffile: GREYS, by_gdal: GREYS},
+        make_page(GREY.shape, [pack(GREYS, 4)], {258: ("H", [4])}), GREYS * 17, GREYS,
+        naive=GREYS, others={read_by_pillow: None, read_by_tifffile: GREYS, read_by_gdal: GREYS},
     ),
     "BitsPerSample above 8": MadeFile(make([(GREY.astype(np.uint16), {})]), "16 bits per channel", GREY),
     "SampleFormat": MadeFile(make([(SIGNED, {})]), "signed integers of 8 bits", SIGNED),
-    "SampleFormat: undefined": MadeFile(grey({339: ("H", [4])}), GREY, GREY, others={by_tifffile: None, by_gdal: None}),
+    "SampleFormat: undefined": MadeFile(
+        make_grey({339: ("H", [4])}), GREY, GREY, others={read_by_tifffile: None, read_by_gdal: None}
+    ),
     "ExtraSamples: alpha": MadeFile(
-        raw(CLEAR.shape, [CLEAR.tobytes()], {338: ("H", [2])}), composite(RGB, OTHER), TRANSPARENT,
-        naive=RGB, others={by_tifffile: CLEAR, by_gdal: CLEAR},
+        make_page(CLEAR.shape, [CLEAR.tobytes()], {338: ("H", [2])}), lay_on_white(RGB, OTHER), TRANSPARENT,
+        naive=RGB, others={read_by_tifffile: CLEAR, read_by_gdal: CLEAR},
     ),
     "ExtraSamples: premultiplied alpha": MadeFile(
-        raw(CLEAR.shape, [MULTIPLIED.tobytes()], {338: ("H", [1])}), MULTIPLIED[..., :3] + (255 - OTHER)[..., None],
-        TRANSPARENT, naive=composite(MULTIPLIED[..., :3], OTHER), others={by_tifffile: MULTIPLIED, by_gdal: MULTIPLIED},
+        make_page(CLEAR.shape, [MULTIPLIED.tobytes()], {338: ("H", [1])}),
+        MULTIPLIED[..., :3] + (255 - OTHER)[..., None],
+        TRANSPARENT, naive=lay_on_white(MULTIPLIED[..., :3], OTHER),
+        others={read_by_tifffile: MULTIPLIED, read_by_gdal: MULTIPLIED},
     ),
     "ExtraSamples: alpha after others": MadeFile(
-        raw((32, 48, 5), [np.dstack([RGB, GREY, OTHER]).tobytes()], {338: ("H", [0, 2])}), composite(RGB, OTHER),
-        TRANSPARENT, naive=composite(RGB, GREY),
+        make_page((32, 48, 5), [np.dstack([RGB, GREY, OTHER]).tobytes()], {338: ("H", [0, 2])}),
+        lay_on_white(RGB, OTHER),
+        TRANSPARENT, naive=lay_on_white(RGB, GREY),
     ),
     "premultiplied alpha without colours": MadeFile(
-        raw((32, 48, 2), [np.dstack([GREY, OTHER]).tobytes()], {338: ("H", [1]), 262: ("H", [0])}),
+        make_page((32, 48, 2), [np.dstack([GREY, OTHER]).tobytes()], {338: ("H", [1]), 262: ("H", [0])}),
         "premultiplied alpha", TRANSPARENT,
     ),
     "ExtraSamples: unspecified": MadeFile(
-        raw(CLEAR.shape, [CLEAR.tobytes()], {338: ("H", [0])}), RGB, "4 channels", naive=RGB,
-        others={by_pillow: None, by_tifffile: CLEAR, by_gdal: CLEAR},
+        make_page(CLEAR.shape, [CLEAR.tobytes()], {338: ("H", [0])}), RGB, "4 channels", naive=RGB,
+        others={read_by_pillow: None, read_by_tifffile: CLEAR, read_by_gdal: CLEAR},
     ),
     "FillOrder": MadeFile(
-        grey({266: ("H", [2])}, imagecodecs.bitorder_encode(GREY)), GREY, GREY,
+        make_grey({266: ("H", [2])}, imagecodecs.bitorder_encode(GREY)), GREY, GREY,
         naive=imagecodecs.bitorder_encode(GREY), others=BY_ALL,
     ),
     "byte order": MadeFile(
-        raw(RGB.shape, [RGB.tobytes()], {}, ">"), RGB, GREY, others=BY_ALL,
+        make_page(RGB.shape, [RGB.tobytes()], {}, ">"), RGB, GREY, others=BY_ALL,
         write_mask=make([(GREY.astype(np.uint16), {})], byteorder=">"),
     ),
     "Predictor": MadeFile(
-        raw(RGB.shape, [zlib.compress(LINES.tobytes())], {317: ("H", [2]), 259: ("H", [8])}), RGB, GREY,
+        make_page(RGB.shape, [zlib.compress(LINES.tobytes())], {317: ("H", [2]), 259: ("H", [8])}), RGB, GREY,
         naive=LINES, others=BY_ALL, write_mask=make([(GREY, {"compression": "zlib", "predictor": True})]),
     ),
     "Predictor without its compression": MadeFile(
-        grey({317: ("H", [2])}), GREY, GREY, naive=GREY, others={by_pillow: None, by_gdal: None}
+        make_grey({317: ("H", [2])}), GREY, GREY, naive=GREY, others={read_by_pillow: None, read_by_gdal: None}
     ),
     "Predictor of other kinds": MadeFile(
-        raw(GREY.shape, [zlib.compress(pack(GREYS, 4))], {258: ("H", [4]), 317: ("H", [2]), 259: ("H", [8])}),
+        make_page(GREY.shape, [zlib.compress(pack(GREYS, 4))], {258: ("H", [4]), 317: ("H", [2]), 259: ("H", [8])}),
         r"\(Predictor\)", r"\(Predictor\)",
     ),
     "Compression: fax": MadeFile(write_fax, FAX * np.uint8(255), "as a fax is",
-                                 others={by_pillow: None}),
+                                 others={read_by_pillow: None}),
     "Compression of other kinds": MadeFile(
         make([(RGB, {"compression": "webp", "tile": (16, 16)})]), "compressed by WEBP.*gdal_translate", "50001"
     ),
@@ -313,8 +329,8 @@ def test_a_level_without_a_number_for_blank_tiles_has_that_of_the_full_size(tmp_
     paths = []
     for name, tags in (("level", {}), ("full", {"t42113": ("s", "7")})):
         (tmp_path / name).mkdir()
-        paths.append(without_last(GREY, **tags)(tmp_path / name))
+        paths.append(make_incomplete(GREY, **tags)(tmp_path / name))
     with tifffile.TiffFile(paths[0]) as level, tifffile.TiffFile(paths[1]) as full:
         found = np.empty((32, 48, 1), np.uint8)
         TiffPageReader(paths[0], level.pages[0], base=full.pages[0]).fill(found, 0, 0)
-    assert np.array_equal(found[..., 0], sparse(GREY, 7))
+    assert np.array_equal(found[..., 0], clear_last_tile(GREY, 7))

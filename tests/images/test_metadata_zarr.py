@@ -36,12 +36,12 @@ def make_store(data: np.ndarray, **options: Any) -> Callable[[Path], Path]:
     return write
 
 
-def by_zarr_array(path: Path) -> np.ndarray:
+def read_array_by_zarr(path: Path) -> np.ndarray:
     """An array as zarr reads it, with channels last."""
     return move_channels_last(np.asarray(zarr.open(path, mode="r")[...]))
 
 
-def by_zarr_level(name: str) -> Callable[[Path], np.ndarray]:
+def make_level_reader(name: str) -> Callable[[Path], np.ndarray]:
     """One array of a group as zarr reads it, with channels last."""
 
     def read(path: Path) -> np.ndarray:
@@ -50,21 +50,21 @@ def by_zarr_level(name: str) -> Callable[[Path], np.ndarray]:
     return read
 
 
-def by_copy(path: Path) -> np.ndarray:
+def read_by_copy(path: Path) -> np.ndarray:
     """An array of a group as zarr reads it by the group's copy of the metadata."""
     return move_channels_last(np.asarray(zarr.open(path, mode="r")["0"][...]))
 
 
-def by_xarray_order(path: Path) -> np.ndarray:
+def read_in_xarray_order(path: Path) -> np.ndarray:
     """An array (x, y) as rows and columns."""
-    return by_zarr_array(path).T
+    return read_array_by_zarr(path).T
 
 
 def move_channels_last(found: np.ndarray) -> np.ndarray:
     return np.moveaxis(found, 0, -1) if found.ndim == 3 and found.shape[0] == 3 else found
 
 
-def change(path: Path, name: str, fields: dict[str, Any]) -> Path:
+def update_fields(path: Path, name: str, fields: dict[str, Any]) -> Path:
     """Change fields of a JSON file of a store."""
     file = path / name
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | fields), encoding="utf-8")
@@ -117,7 +117,7 @@ def make_raw_layout(*names: str) -> Callable[[Path], Path]:
 def write_renamed_chunks(folder: Path) -> Path:
     """Chunks in folders, and metadata that do not say so, as early writers of OME-Zarr left it out."""
     path = make_store(GREY, zarr_format=2, chunk_key_encoding={"name": "v2", "separator": "/"})(folder)
-    return change(path, ".zarray", {"dimension_separator": "."})
+    return update_fields(path, ".zarray", {"dimension_separator": "."})
 
 
 def write_blank_chunks(folder: Path) -> Path:
@@ -144,19 +144,19 @@ def write_stale_copy(folder: Path) -> Path:
 
 
 def set_origin(*origins: float) -> Change:
-    def edit(attributes: dict[str, Any]) -> None:
+    def add_origins(attributes: dict[str, Any]) -> None:
         for dataset, origin in zip(attributes["multiscales"][0]["datasets"], origins, strict=True):
             dataset["coordinateTransformations"].append({"type": "translation", "translation": [0, origin, 0]})
 
-    return edit
+    return add_origins
 
 
 def list_twice(paths: Sequence[str]) -> Change:
-    def edit(attributes: dict[str, Any]) -> None:
+    def add_second(attributes: dict[str, Any]) -> None:
         (one,) = attributes["multiscales"]
         attributes["multiscales"] = [one, one | {"name": "two", "datasets": [{"path": path} for path in paths]}]
 
-    return edit
+    return add_second
 
 
 LEVELS = [("0", FIRST), ("1", HALF), ("2", QUARTER)]
@@ -171,34 +171,38 @@ FORTRAN = {"zarr_format": 2, "order": "F"}
 TURNED = {"filters": [zarr.codecs.TransposeCodec(order=(2, 0, 1))]}
 
 MADE: dict[str, MadeFile] = {
-    "shape": MadeFile(make_store(FIRST), PIXELS, others={by_zarr_array: None}),
+    "shape": MadeFile(make_store(FIRST), PIXELS, others={read_array_by_zarr: None}),
     "dimension_names": MadeFile(
-        make_store(np.ascontiguousarray(GREY.T), dimension_names=("x", "y")), GREY, others={by_xarray_order: None}
+        make_store(np.ascontiguousarray(GREY.T), dimension_names=("x", "y")), GREY, others={read_in_xarray_order: None}
     ),
     "data type": MadeFile(make_store(GREY.astype(np.int16)), "holds int16 numbers"),
-    "order": MadeFile(make_store(PIXELS, **FORTRAN), PIXELS, others={by_zarr_array: None}),
-    "transpose": MadeFile(make_store(PIXELS, **TURNED), PIXELS, others={by_zarr_array: None}),
-    "fill_value": MadeFile(write_blank_chunks, PARTLY, naive=ZERO, others={by_zarr_array: None}),
+    "order": MadeFile(make_store(PIXELS, **FORTRAN), PIXELS, others={read_array_by_zarr: None}),
+    "transpose": MadeFile(make_store(PIXELS, **TURNED), PIXELS, others={read_array_by_zarr: None}),
+    "fill_value": MadeFile(write_blank_chunks, PARTLY, naive=ZERO, others={read_array_by_zarr: None}),
     "dimension_separator": MadeFile(
         make_store(PIXELS, zarr_format=2, chunk_key_encoding={"name": "v2", "separator": "/"}),
         PIXELS,
-        others={by_zarr_array: None},
+        others={read_array_by_zarr: None},
     ),
     # zarr reads nothing but blank pixels, which is why the file is refused.
     "other dimension_separator": MadeFile(
-        write_renamed_chunks, r"damaged: its first chunk is \d, and by its .* as 0\.0", others={by_zarr_array: 0 * GREY}
+        write_renamed_chunks,
+        r"damaged: its first chunk is \d, and by its .* as 0\.0",
+        others={read_array_by_zarr: 0 * GREY},
     ),
     "chunk_key_encoding": MadeFile(
-        make_store(PIXELS, chunk_key_encoding={"name": "v2", "separator": "."}), PIXELS, others={by_zarr_array: None}
+        make_store(PIXELS, chunk_key_encoding={"name": "v2", "separator": "."}),
+        PIXELS,
+        others={read_array_by_zarr: None},
     ),
-    "sharding_indexed": MadeFile(make_store(PIXELS, shards=(32, 32, 3)), PIXELS, others={by_zarr_array: None}),
+    "sharding_indexed": MadeFile(make_store(PIXELS, shards=(32, 32, 3)), PIXELS, others={read_array_by_zarr: None}),
     "compressors": MadeFile(
-        make_store(PIXELS, zarr_format=2, compressors=numcodecs.Blosc()), PIXELS, others={by_zarr_array: None}
+        make_store(PIXELS, zarr_format=2, compressors=numcodecs.Blosc()), PIXELS, others={read_array_by_zarr: None}
     ),
     "filters": MadeFile(make_store(GREY, zarr_format=2, filters=[numcodecs.Delta("u1")]), "is packed by delta"),
     "scale_factor, add_offset": MadeFile(make_store(GREY, attributes={"scale_factor": 0.5}), "has a scale_factor"),
     "consolidated metadata": MadeFile(
-        write_stale_copy, PIXELS, others={by_zarr_level("0"): None, by_copy: PIXELS[:20, :30]}
+        write_stale_copy, PIXELS, others={make_level_reader("0"): None, read_by_copy: PIXELS[:20, :30]}
     ),
     "multiscales": MadeFile(make_pyramid(LEVELS, edit=list_twice("012")), PIXELS),
     "several multiscales": MadeFile(
@@ -220,7 +224,7 @@ MADE: dict[str, MadeFile] = {
     "datasets, order": MadeFile(
         make_pyramid(LEVELS[::-1], [(1, 1, 1), (1, 0.5, 0.5), (1, 0.25, 0.25)]),
         PIXELS,
-        others={by_zarr_level("0"): None, by_zarr_level("2"): QUARTER.transpose(1, 2, 0)},
+        others={make_level_reader("0"): None, make_level_reader("2"): QUARTER.transpose(1, 2, 0)},
     ),
     "datasets, sizes": MadeFile(
         make_pyramid([("0", FIRST), ("1", FIRST[:, :10, :10])]), "array 1 of 10 x 10 px, .*has another aspect ratio"

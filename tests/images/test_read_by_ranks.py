@@ -6,25 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
-from made_slides import shared, tissue, write_svs
+from made_slides import find_shared, make_tissue, write_svs
 
 from mpi4dl_nb.engines.bench.read import ALLOWED_BYTES, bench_read
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import ImageError, PlanError
 
 
-def slide(folder: Path) -> Path:
+def get_slide(folder: Path) -> Path:
     """The user's slide, or a generated one of about its size."""
     try:
-        return shared("CMU-1-Small-Region.svs")
+        return find_shared("CMU-1-Small-Region.svs")
     except pytest.skip.Exception:
-        write_svs(folder / "a.svs", tissue(2967, 2220), tile=240)
+        write_svs(folder / "a.svs", make_tissue(2967, 2220), tile=240)
         return folder / "a.svs"
 
 
 @pytest.mark.nightly
 def test_four_ranks_read_the_pixels_of_one_read_with_a_quarter_of_the_memory(mpiexec, tmp_path):
-    done = mpiexec(4, "-m", "mpi4dl_nb.engines", "bench", "read", slide(tmp_path))
+    done = mpiexec(4, "-m", "mpi4dl_nb.engines", "bench", "read", get_slide(tmp_path))
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["same_pixels"]
@@ -37,7 +37,7 @@ def test_four_ranks_read_the_pixels_of_one_read_with_a_quarter_of_the_memory(mpi
 @pytest.mark.parametrize(("method", "halo_px", "level"), [("square", 0, 0), ("1x4", 7, 0), ("horizontal", 3, 1)])
 def test_with_halos_and_on_any_level(tmp_path, method, halo_px, level):
     """A level of 401 / 4 rows too, whose pixels are no whole numbers of level 0's."""
-    write_svs(tmp_path / "a.svs", tissue(401, 502), tile=64)
+    write_svs(tmp_path / "a.svs", make_tissue(401, 502), tile=64)
     lines = run_ranks(4, lambda world: bench_read(world, str(tmp_path / "a.svs"), method, halo_px, level))
     assert lines[0]["same_pixels"]
     assert lines[0]["shape"] == [[401, 502], [100, 125]][level]
@@ -45,8 +45,8 @@ def test_with_halos_and_on_any_level(tmp_path, method, halo_px, level):
         assert sum(lines[0]["bytes_read"]) == lines[0]["picture_bytes"]
 
 
-def test_other_pixels_would_be_told(tmp_path, monkeypatch):
-    write_svs(tmp_path / "a.svs", tissue(200, 200), tile=64)
+def test_other_pixels_would_be_reported(tmp_path, monkeypatch):
+    write_svs(tmp_path / "a.svs", make_tissue(200, 200), tile=64)
     monkeypatch.setattr(
         "mpi4dl_nb.engines.bench.read._compute_digest", lambda pixels, seen=[]: seen.append(0) or str(len(seen))
     )
@@ -58,11 +58,11 @@ def test_other_pixels_would_be_told(tmp_path, monkeypatch):
 def test_what_cannot_be_read_is_refused_on_all_ranks(tmp_path):
     (tmp_path / "a.svs").write_text("no slide")
 
-    def refused(world: object) -> str:
+    def read_error(world: object) -> str:
         with pytest.raises(ImageError) as caught:
             bench_read(world, str(tmp_path / "a.svs"))
         return str(caught.value)
 
-    assert len(set(run_ranks(4, refused))) == 1
+    assert len(set(run_ranks(4, read_error))) == 1
     with pytest.raises(PlanError, match="halo_px=-1"):
         run_ranks(1, lambda world: bench_read(world, "a.png", halo_px=-1))

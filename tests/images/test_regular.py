@@ -28,19 +28,19 @@ KINDS: dict[str, Make] = {"a pipe": os.mkfifo, "a device": lambda path: path.sym
 FILES = ("a.png", "a.tif", "a.npy", "a.svs")
 
 
-def in_folder(path: Path, name: str, make: Make) -> Path:
+def make_in_folder(path: Path, name: str, make: Make) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     make(path / name)
     return path
 
 
-def boxes(folder: Path, make: Make) -> None:
-    in_folder(folder / "JPEGImages", "a.jpg", lambda path: path.write_bytes(b""))
-    in_folder(folder / "ImageSets" / "Main", "train.txt", make)
+def write_boxes(folder: Path, make: Make) -> None:
+    make_in_folder(folder / "JPEGImages", "a.jpg", lambda path: path.write_bytes(b""))
+    make_in_folder(folder / "ImageSets" / "Main", "train.txt", make)
     write_boxes_table(folder, "train", folder / "t.csv", 8)
 
 
-def in_table(name: str, column: str) -> Callable[[Path, Make], object]:
+def make_table_reader(name: str, column: str) -> Callable[[Path, Make], object]:
     """A table, one of whose files is no regular one."""
 
     def read(folder: Path, make: Make) -> object:
@@ -54,14 +54,24 @@ def in_table(name: str, column: str) -> Callable[[Path, Make], object]:
 
 
 READERS: dict[str, tuple[type[Mpi4dlError], Callable[[Path, Make], object]]] = {
-    "table": (ImageError, lambda folder, make: table_images(in_folder(folder, "t.csv", make) / "t.csv", (8, 8))),
-    "list of pictures": (ImageError, boxes),
-    "picture": (ImageError, lambda folder, make: open_image(in_folder(folder, "a.png", make) / "a.png")),
-    **{f"{column}, {name}": (ImageError, in_table(name, column)) for column in ("label", "mask") for name in FILES},
-    "checkpoint": (CheckpointError, lambda folder, make: Checkpoint.open(in_folder(folder, "checkpoint.json", make))),
-    "machine": (PlanError, lambda folder, make: CalibrationCache(in_folder(folder, "m.json", make) / "m.json").read()),
-    "log": (PlanError, lambda folder, make: EpochLog(in_folder(folder, "log.json", make) / "log.json")),
-    "hosts": (PlanError, lambda folder, make: read_hosts(in_folder(folder, "hosts", make) / "hosts")),
+    "table": (ImageError, lambda folder, make: table_images(make_in_folder(folder, "t.csv", make) / "t.csv", (8, 8))),
+    "list of pictures": (ImageError, write_boxes),
+    "picture": (ImageError, lambda folder, make: open_image(make_in_folder(folder, "a.png", make) / "a.png")),
+    **{
+        f"{column}, {name}": (ImageError, make_table_reader(name, column))
+        for column in ("label", "mask")
+        for name in FILES
+    },
+    "checkpoint": (
+        CheckpointError,
+        lambda folder, make: Checkpoint.open(make_in_folder(folder, "checkpoint.json", make)),
+    ),
+    "machine": (
+        PlanError,
+        lambda folder, make: CalibrationCache(make_in_folder(folder, "m.json", make) / "m.json").read(),
+    ),
+    "log": (PlanError, lambda folder, make: EpochLog(make_in_folder(folder, "log.json", make) / "log.json")),
+    "hosts": (PlanError, lambda folder, make: read_hosts(make_in_folder(folder, "hosts", make) / "hosts")),
 }
 
 
@@ -103,7 +113,7 @@ def store(folder: Path, version: int) -> Path:
     return path
 
 
-def chunks(path: Path) -> list[Path]:
+def list_chunks(path: Path) -> list[Path]:
     return sorted(each for each in (path / "0").rglob("*") if each.is_file() and each.name[0] not in "z.")
 
 
@@ -112,7 +122,7 @@ def test_no_link_in_a_store_leads_out_of_it(version: int, tmp_path: Path):
     """What it would show is somebody's file: the canary's bytes are those of a chunk."""
     path = store(tmp_path, version)
     assert open_image(path).read(0, 0, 8, 8).shape == (8, 8, 3)
-    chunk = chunks(path)[-1]
+    chunk = list_chunks(path)[-1]
     canary = chunk.rename(tmp_path / "canary")
     chunk.symlink_to(canary)
     with pytest.raises(ImageError, match="a link leads out of it"):
@@ -151,7 +161,7 @@ def test_a_level_that_is_a_folder_elsewhere(tmp_path: Path):
 
 def test_a_chunk_that_is_a_pipe(tmp_path: Path):
     path = store(tmp_path, 3)
-    chunk = chunks(path)[0]
+    chunk = list_chunks(path)[0]
     chunk.unlink()
     os.mkfifo(chunk)
     with pytest.raises(ImageError, match="is no regular file"):

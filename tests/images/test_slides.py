@@ -9,7 +9,7 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
-from made_slides import misread, shared, tissue, write_pages, write_svs
+from made_slides import find_misread, find_shared, make_tissue, write_pages, write_svs
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
@@ -18,12 +18,12 @@ from mpi4dl_nb.engines.images.picture import OpenSlidePicture, SlideLikePicture,
 from mpi4dl_nb.engines.images.picture_reader import Level, Picture
 from mpi4dl_nb.engines.images.tiff import TiffPicture
 
-PIXELS = tissue(600, 800)
+PIXELS = make_tissue(600, 800)
 LOSSLESS = {"compression": None}
 
 
 def test_the_users_slide_is_read_as_tifffile_reads_it():
-    path = shared("CMU-1-Small-Region.svs")
+    path = find_shared("CMU-1-Small-Region.svs")
     opened = open_image(path)
     assert isinstance(opened, OpenSlidePicture)
     assert opened.levels == (Level(2967, 2220, 1.0),)
@@ -60,7 +60,7 @@ def test_large_rectangles_are_read_block_by_block(tmp_path, monkeypatch):
 
 def test_where_a_level_does_not_divide_pixels_do_not_depend_on_where_a_read_begins(tmp_path, monkeypatch):
     """Rows of 599 / 4 begin between two rows of level 0, and OpenSlide blends: by itself, ranks would disagree."""
-    levels = write_svs(tmp_path / "a.svs", tissue(1399, 1601), **LOSSLESS)
+    levels = write_svs(tmp_path / "a.svs", make_tissue(1399, 1601), **LOSSLESS)
     opened = open_image(tmp_path / "a.svs")
     assert not opened.levels[1].downsample.is_integer()
     rows, cols = opened.shape(1)
@@ -75,13 +75,13 @@ def test_where_a_level_does_not_divide_pixels_do_not_depend_on_where_a_read_begi
 
 
 def test_tiles_that_a_slide_lacks_are_white(tmp_path):
-    def tiles():
+    def iterate_tiles():
         yield PIXELS[:64, :64]
         yield from [None] * 3
 
     told = "Aperio Image Library v11.2.1 \r\n128x128 [0,0 128x128] (64x64) |AppMag = 20"
     options = {"photometric": "rgb", "metadata": None, "description": told, "compression": "jpeg"}
-    tifffile.imwrite(tmp_path / "a.svs", tiles(), shape=(128, 128, 3), dtype=np.uint8, tile=(64, 64), **options)
+    tifffile.imwrite(tmp_path / "a.svs", iterate_tiles(), shape=(128, 128, 3), dtype=np.uint8, tile=(64, 64), **options)
     pixels = open_image(tmp_path / "a.svs").read(0, 0, 128, 128)
     assert not (pixels[:64, :64] == 255).all()
     assert (pixels[64:] == 255).all()
@@ -101,7 +101,7 @@ def test_a_copy_opens_the_slide_itself(tmp_path):
 
 def test_threads_read_through_one_slide(tmp_path):
     write_svs(tmp_path / "a.svs", PIXELS, **LOSSLESS)
-    assert misread(open_image(tmp_path / "a.svs"), PIXELS) == []
+    assert find_misread(open_image(tmp_path / "a.svs"), PIXELS) == []
 
 
 def test_a_slide_that_was_cut_off_is_known_when_it_is_opened(tmp_path):
@@ -114,7 +114,7 @@ def test_a_slide_that_was_cut_off_is_known_when_it_is_opened(tmp_path):
             open_image(path)
 
 
-def test_damage_inside_a_slide_is_told_and_what_is_whole_is_still_read(tmp_path):
+def test_damage_inside_a_slide_is_reported_and_what_is_whole_is_still_read(tmp_path):
     """OpenSlide refuses everything after one failure; ours opens the slide again."""
     path = tmp_path / "a.svs"
     write_svs(path, PIXELS)
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_slide_is_refused_by_name_and_reason(tmp_path, name):
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
+def test_without_the_extra_its_name_is_said(tmp_path, monkeypatch):
     write_svs(tmp_path / "a.svs", PIXELS)
     (tmp_path / "a.mrxs").write_bytes(b"")
     write_pages(tmp_path / "a.tif", PIXELS)
@@ -201,7 +201,7 @@ def test_a_slide_of_no_pixels_is_refused():
         open_image(Nothing())
 
 
-def test_a_region_of_another_size_than_was_asked_for_is_told():
+def test_a_region_of_another_size_than_was_asked_for_is_reported():
     class Short(Slide):
         def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
             return super().read_region(location, level, size).crop((0, 0, 3, 3))

@@ -29,35 +29,35 @@ TILE = Tile(Span(7, 31), Span(11, 50))
 Write = Callable[[Path], object]
 
 
-def tiff(values: np.ndarray, **options: object) -> Write:
+def make_tiff_writer(values: np.ndarray, **options: object) -> Write:
     return lambda path: tifffile.imwrite(path, values, **options)
 
 
-def png(image: Image.Image, **options: object) -> Write:
+def make_png_writer(image: Image.Image, **options: object) -> Write:
     return lambda path: image.save(path, format="png", **options)
 
 
-def indexed(values: np.ndarray) -> Image.Image:
+def make_indexed(values: np.ndarray) -> Image.Image:
     image = Image.fromarray(values.astype(np.uint8), "P")
     image.putpalette(RAMP)
     return image
 
 
-def colours(values: np.ndarray, alpha: int | None = None) -> Image.Image:
+def make_colours(values: np.ndarray, alpha: int | None = None) -> Image.Image:
     channels = [values.astype(np.uint8)] * 3
     return Image.fromarray(np.dstack(channels if alpha is None else [*channels, np.full_like(channels[0], alpha)]))
 
 
-def preview_first(path: Path) -> None:
+def write_preview_first(path: Path) -> None:
     with tifffile.TiffWriter(path) as file:
         file.write(CLASSES[::4, ::4].copy(), photometric="minisblack", subfiletype=1, metadata=None)
         file.write(CLASSES, photometric="minisblack", metadata=None)
 
 
-def png_of(bits: int, colour_type: int, rows: np.ndarray) -> Write:
+def make_raw_png_writer(bits: int, colour_type: int, rows: np.ndarray) -> Write:
     """A PNG file of whole bytes for each row, written by hand: Pillow writes not all that it reads."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def make_chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     def write(path: Path) -> None:
@@ -65,18 +65,20 @@ def png_of(bits: int, colour_type: int, rows: np.ndarray) -> Write:
         width = rows.shape[1] * 8 // (bits * samples)
         header = struct.pack(">IIBBBBB", width, len(rows), bits, colour_type, 0, 0, 0)
         data = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+        path.write_bytes(
+            b"\x89PNG\r\n\x1a\n" + make_chunk(b"IHDR", header) + make_chunk(b"IDAT", data) + make_chunk(b"IEND", b"")
+        )
 
     return write
 
 
-def packed(bits: int) -> np.ndarray:
+def pack_classes(bits: int) -> np.ndarray:
     """The classes, several to a byte, the first in its highest bits."""
     shifts = np.arange(8 - bits, -1, -bits)
     return (CLASSES.reshape(len(CLASSES), -1, 8 // bits) << shifts).sum(2).astype(np.uint8)
 
 
-def text(**entries: str) -> PngImagePlugin.PngInfo:
+def make_text(**entries: str) -> PngImagePlugin.PngInfo:
     found = PngImagePlugin.PngInfo()
     for name, value in entries.items():
         found.add_text(name, value)
@@ -86,48 +88,50 @@ def text(**entries: str) -> PngImagePlugin.PngInfo:
 PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 TRUE_OR_FALSE: dict[str, Write] = {
-    "boolean TIFF": tiff(BITS),
-    "boolean TIFF, tiles": tiff(BITS, tile=(16, 32)),
-    "boolean TIFF, deflate": tiff(BITS, compression="deflate"),
-    "boolean TIFF, black is 0": tiff(BITS, photometric="minisblack"),
-    "transparency mask": tiff(BITS, photometric="mask"),
-    "1-bit PNG": png(Image.fromarray(BITS)),
+    "boolean TIFF": make_tiff_writer(BITS),
+    "boolean TIFF, tiles": make_tiff_writer(BITS, tile=(16, 32)),
+    "boolean TIFF, deflate": make_tiff_writer(BITS, compression="deflate"),
+    "boolean TIFF, black is 0": make_tiff_writer(BITS, photometric="minisblack"),
+    "transparency mask": make_tiff_writer(BITS, photometric="mask"),
+    "1-bit PNG": make_png_writer(Image.fromarray(BITS)),
     "1-bit TIFF": lambda path: Image.fromarray(BITS).save(path, format="tiff"),
-    "palette PNG of 1 bit": png(indexed(BITS), bits=1),
+    "palette PNG of 1 bit": make_png_writer(make_indexed(BITS), bits=1),
     "boolean array": lambda path: np.save(path, BITS),
 }
 OF_CLASSES: dict[str, Write] = {
-    "white is 0": tiff(CLASSES, photometric="miniswhite"),
-    "white is 0, tiles": tiff(CLASSES, photometric="miniswhite", tile=(16, 32), compression="deflate"),
-    "palette TIFF": tiff(CLASSES, photometric="palette", colormap=np.arange(768, dtype=np.uint16).reshape(3, 256)),
-    "16 bits, big-endian": tiff(CLASSES.astype(np.uint16), byteorder=">"),
-    "16 bits, predictor": tiff(CLASSES.astype(np.uint16), compression="deflate", predictor=True),
-    "signed": tiff(CLASSES.astype(np.int8)),
-    "32 bits, big-endian strips": tiff(CLASSES.astype(np.int32), byteorder=">", rowsperstrip=7),
-    "floats": tiff(CLASSES.astype(np.float32), compression="deflate", predictor=True),
-    "doubles": tiff(CLASSES.astype(np.float64)),
+    "white is 0": make_tiff_writer(CLASSES, photometric="miniswhite"),
+    "white is 0, tiles": make_tiff_writer(CLASSES, photometric="miniswhite", tile=(16, 32), compression="deflate"),
+    "palette TIFF": make_tiff_writer(
+        CLASSES, photometric="palette", colormap=np.arange(768, dtype=np.uint16).reshape(3, 256)
+    ),
+    "16 bits, big-endian": make_tiff_writer(CLASSES.astype(np.uint16), byteorder=">"),
+    "16 bits, predictor": make_tiff_writer(CLASSES.astype(np.uint16), compression="deflate", predictor=True),
+    "signed": make_tiff_writer(CLASSES.astype(np.int8)),
+    "32 bits, big-endian strips": make_tiff_writer(CLASSES.astype(np.int32), byteorder=">", rowsperstrip=7),
+    "floats": make_tiff_writer(CLASSES.astype(np.float32), compression="deflate", predictor=True),
+    "doubles": make_tiff_writer(CLASSES.astype(np.float64)),
     "4-bit TIFF": partial(write_packed_tiff, numbers=CLASSES, bits=4),
-    "three equal channels": tiff(np.dstack([CLASSES] * 3), photometric="rgb", tile=(16, 32)),
-    "three equal planes": tiff(np.stack([CLASSES] * 3), photometric="rgb", planarconfig="separate"),
-    "opaque TIFF": tiff(np.dstack([CLASSES, np.full_like(CLASSES, 255)]), extrasamples=["unassalpha"]),
-    "a preview comes first": preview_first,
-    "2-bit PNG": png_of(2, 0, packed(2)),
-    "4-bit PNG": png_of(4, 0, packed(4)),
-    "16-bit PNG": png(Image.fromarray(CLASSES.astype(np.uint16))),
-    "palette PNG": png(indexed(CLASSES)),
-    "palette PNG of 2 bits": png(indexed(CLASSES), bits=2),
-    "palette PNG, 0 transparent": png(indexed(CLASSES), transparency=0),
-    "palette PNG, half transparent": png(indexed(CLASSES), transparency=bytes([0, 128, 255])),
-    "grey PNG, 0 transparent": png(Image.fromarray(CLASSES), transparency=0),
-    "opaque RGBA": png(colours(CLASSES, alpha=255)),
-    "opaque LA": png(Image.fromarray(CLASSES).convert("LA")),
-    "equal RGB": png(colours(CLASSES)),
-    "a colour profile": png(Image.fromarray(CLASSES), icc_profile=PROFILE),
-    "a gamma in words": png(Image.fromarray(CLASSES), pnginfo=text(Gamma="0.45")),
+    "three equal channels": make_tiff_writer(np.dstack([CLASSES] * 3), photometric="rgb", tile=(16, 32)),
+    "three equal planes": make_tiff_writer(np.stack([CLASSES] * 3), photometric="rgb", planarconfig="separate"),
+    "opaque TIFF": make_tiff_writer(np.dstack([CLASSES, np.full_like(CLASSES, 255)]), extrasamples=["unassalpha"]),
+    "a preview comes first": write_preview_first,
+    "2-bit PNG": make_raw_png_writer(2, 0, pack_classes(2)),
+    "4-bit PNG": make_raw_png_writer(4, 0, pack_classes(4)),
+    "16-bit PNG": make_png_writer(Image.fromarray(CLASSES.astype(np.uint16))),
+    "palette PNG": make_png_writer(make_indexed(CLASSES)),
+    "palette PNG of 2 bits": make_png_writer(make_indexed(CLASSES), bits=2),
+    "palette PNG, 0 transparent": make_png_writer(make_indexed(CLASSES), transparency=0),
+    "palette PNG, half transparent": make_png_writer(make_indexed(CLASSES), transparency=bytes([0, 128, 255])),
+    "grey PNG, 0 transparent": make_png_writer(Image.fromarray(CLASSES), transparency=0),
+    "opaque RGBA": make_png_writer(make_colours(CLASSES, alpha=255)),
+    "opaque LA": make_png_writer(Image.fromarray(CLASSES).convert("LA")),
+    "equal RGB": make_png_writer(make_colours(CLASSES)),
+    "a colour profile": make_png_writer(Image.fromarray(CLASSES), icc_profile=PROFILE),
+    "a gamma in words": make_png_writer(Image.fromarray(CLASSES), pnginfo=make_text(Gamma="0.45")),
 }
 
 
-def file_of(folder: Path, name: str, write: Write) -> Path:
+def write_file(folder: Path, name: str, write: Write) -> Path:
     path = folder / ("mask.npy" if "array" in name else "mask")
     write(path)
     return path
@@ -135,7 +139,7 @@ def file_of(folder: Path, name: str, write: Write) -> Path:
 
 @pytest.mark.parametrize("name", TRUE_OR_FALSE)
 def test_true_is_class_1(tmp_path: Path, name: str):
-    path = file_of(tmp_path, name, TRUE_OR_FALSE[name])
+    path = write_file(tmp_path, name, TRUE_OR_FALSE[name])
     assert read_mask_shape(path) == BITS.shape
     assert np.array_equal(MaskFile(path, 2).read(Tile.whole(*BITS.shape)), BITS)
     assert np.array_equal(MaskFile(path, 2).read(TILE), BITS[7:31, 11:50])
@@ -145,7 +149,7 @@ def test_true_is_class_1(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_the_stored_number_is_the_class(tmp_path: Path, name: str):
-    path = file_of(tmp_path, name, OF_CLASSES[name])
+    path = write_file(tmp_path, name, OF_CLASSES[name])
     assert read_mask_shape(path) == CLASSES.shape
     assert np.array_equal(MaskFile(path, 3).read(Tile.whole(*CLASSES.shape)), CLASSES)
     assert np.array_equal(MaskFile(path, 3).read(TILE), CLASSES[7:31, 11:50])
@@ -155,7 +159,7 @@ def test_the_stored_number_is_the_class(tmp_path: Path, name: str):
 def test_few_bits_are_spread_before_a_threshold(tmp_path: Path, bits: int, scale: int):
     """As Pillow shows them: an optimiser has made 2 bits of the shades 0, 85, 170 and 255."""
     path = tmp_path / "mask.png"
-    png_of(bits, 0, packed(bits))(path)
+    make_raw_png_writer(bits, 0, pack_classes(bits))(path)
     shades = np.array(Image.open(path))
     assert np.array_equal(shades, CLASSES * scale)
     threshold = int(1.5 * scale)
@@ -190,7 +194,7 @@ def test_of_a_large_mask_only_the_touched_tiles_are_read(tmp_path: Path, monkeyp
 # ---- refused
 
 
-def four_channels() -> np.ndarray:
+def make_four_channels() -> np.ndarray:
     return np.dstack([CLASSES] * 4)
 
 
@@ -202,29 +206,65 @@ def clear(name: str) -> Image.Image:
 
 
 REFUSED: dict[str, tuple[Write, int | None, str]] = {
-    "transparent RGBA": (png(clear("RGBA")), 127, r"is transparent at row 7, column 11, .*getchannel\('A'\)"),
-    "transparent LA": (png(clear("LA")), None, "is transparent at row 7, column 11"),
+    "transparent RGBA": (
+        make_png_writer(clear("RGBA")),
+        127,
+        r"is transparent at row 7, column 11, .*getchannel\('A'\)",
+    ),
+    "transparent LA": (make_png_writer(clear("LA")), None, "is transparent at row 7, column 11"),
     "transparent TIFF": (
-        tiff(np.dstack([CLASSES] * 4), photometric="rgb", extrasamples=["assocalpha"]),
+        make_tiff_writer(np.dstack([CLASSES] * 4), photometric="rgb", extrasamples=["assocalpha"]),
         None,
         "is transparent at row 7",
     ),
-    "colours": (png(indexed(CLASSES).convert("RGB")), None, r"is coloured, \(25\d, \d, \d\) at row 7, column 11,"),
-    "colours on both sides": (png(indexed(CLASSES).convert("RGB")), 127, "is coloured, .* which class a colour is"),
-    "palette and threshold": (png(indexed(CLASSES)), 127, r"has a palette: .*Leave the threshold away.*\(classes=\)"),
-    "four channels": (tiff(four_channels(), photometric="rgb", extrasamples=["unspecified"]), None, "has 4 channels"),
+    "colours": (
+        make_png_writer(make_indexed(CLASSES).convert("RGB")),
+        None,
+        r"is coloured, \(25\d, \d, \d\) at row 7, column 11,",
+    ),
+    "colours on both sides": (
+        make_png_writer(make_indexed(CLASSES).convert("RGB")),
+        127,
+        "is coloured, .* which class a colour is",
+    ),
+    "palette and threshold": (
+        make_png_writer(make_indexed(CLASSES)),
+        127,
+        r"has a palette: .*Leave the threshold away.*\(classes=\)",
+    ),
+    "four channels": (
+        make_tiff_writer(make_four_channels(), photometric="rgb", extrasamples=["unspecified"]),
+        None,
+        "has 4 channels",
+    ),
     "two channels": (
-        tiff(four_channels()[..., :2], photometric="minisblack", planarconfig="contig"),
+        make_tiff_writer(make_four_channels()[..., :2], photometric="minisblack", planarconfig="contig"),
         None,
         "has 2 channels",
     ),
     "fax": (lambda path: Image.fromarray(BITS).save(path, format="tiff", compression="group4"), None, "as a fax is"),
-    "WebP": (tiff(np.dstack([CLASSES] * 3), photometric="rgb", compression="webp"), None, r"not read here \(50001\)"),
-    "16-bit grey and alpha": (png_of(16, 4, np.zeros((60, 320), np.uint8)), None, "several channels of 16 bits"),
-    "16-bit colours": (png_of(16, 2, np.zeros((60, 480), np.uint8)), None, "several channels of 16 bits"),
+    "WebP": (
+        make_tiff_writer(np.dstack([CLASSES] * 3), photometric="rgb", compression="webp"),
+        None,
+        r"not read here \(50001\)",
+    ),
+    "16-bit grey and alpha": (
+        make_raw_png_writer(16, 4, np.zeros((60, 320), np.uint8)),
+        None,
+        "several channels of 16 bits",
+    ),
+    "16-bit colours": (make_raw_png_writer(16, 2, np.zeros((60, 480), np.uint8)), None, "several channels of 16 bits"),
     "inks": (lambda path: Image.new("CMYK", (80, 60)).save(path, format="jpeg"), None, "is of mode CMYK"),
-    "a stack": (tiff(np.stack([CLASSES] * 4), photometric="minisblack"), None, "several pictures of one size"),
-    "a volume": (tiff(np.zeros((16, 60, 80), np.uint8), volumetric=True, tile=(16, 16, 16)), None, "no plain numbers"),
+    "a stack": (
+        make_tiff_writer(np.stack([CLASSES] * 4), photometric="minisblack"),
+        None,
+        "several pictures of one size",
+    ),
+    "a volume": (
+        make_tiff_writer(np.zeros((16, 60, 80), np.uint8), volumetric=True, tile=(16, 16, 16)),
+        None,
+        "no plain numbers",
+    ),
     "a GIF": (lambda path: Image.fromarray(CLASSES).save(path, format="gif"), None, "is not a PNG, JPEG or TIFF file"),
     "a Zarr store": (lambda path: zarr.create_array(path, data=CLASSES), None, "is a Zarr store, and masks are not"),
     "a folder": (Path.mkdir, None, "is a folder"),
@@ -262,7 +302,7 @@ def test_ignored_numbers_have_no_class(tmp_path: Path, kind: str):
     elif "TIFF" in kind:
         tifffile.imwrite(path, values.astype(np.int8 if kind == "signed TIFF" else np.uint8))
     else:
-        (indexed(values) if kind == "palette PNG" else Image.fromarray(values.astype(np.uint8))).save(path, "png")
+        (make_indexed(values) if kind == "palette PNG" else Image.fromarray(values.astype(np.uint8))).save(path, "png")
     assert np.array_equal(MaskFile(path, 3, ignore=(void, rim)).read(Tile.whole(60, 80)), expected)
     with pytest.raises(ImageError, match=rf"holds {rim} at row 0, column 3, which is no class: .*\(ignore=\)"):
         MaskFile(path, 3, ignore=void).read(Tile.whole(60, 80))

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def table(folder: Path, text: str) -> Path:
+def make_table(folder: Path, text: str) -> Path:
     path = folder / "table.csv"
     path.write_text(text, encoding="utf-8")
     return path
@@ -43,7 +43,7 @@ s1,images/a.png,masks/a.png,ill,2 3 8 9,0
 s1,images/b.png,,well,,
  s2 , images/c.png ,masks/c.png,"ill",-3  -4 10 10,
 """
-    images = table_images(table(folder, text), SIZE, classes=2)
+    images = table_images(make_table(folder, text), SIZE, classes=2)
     assert (images.names, images.classes, len(images)) == (("ill", "well"), 2, 3)
     assert [images.label(index) for index in range(3)] == [0, 1, 0]
     assert [images.slide(index) for index in range(3)] == ["s1", "s1", "s2"]
@@ -52,23 +52,23 @@ s1,images/b.png,,well,,
     assert images.examples[1].region is None
     assert images.part(2, Tile.whole(*SIZE)).shape == (3, *SIZE)
     assert images.mask(1, Tile.whole(*SIZE)).unique().tolist() == [1]
-    own = table_images(table(folder, text), None, classes=2)
+    own = table_images(make_table(folder, text), None, classes=2)
     whole = own.mask(0, Tile.whole(8, 9))
     assert np.array_equal(whole, PIXELS[2:10, 3:12, 0] % 2)
 
 
 def test_numbers_are_classes_and_names_are_sorted(folder: Path):
-    numbers = table(folder, "path,label\nimages/a.png,2\nimages/b.png,0\n")
+    numbers = make_table(folder, "path,label\nimages/a.png,2\nimages/b.png,0\n")
     images = table_images(numbers, SIZE)
     assert (images.classes, [images.label(0), images.label(1)]) == (3, [2, 0])
-    names = table(folder, "path,label\nimages/a.png,b10\nimages/b.png,b9\n")
+    names = make_table(folder, "path,label\nimages/a.png,b10\nimages/b.png,b9\n")
     images = table_images(names, SIZE)
     assert (images.names, [images.label(0), images.label(1)]) == (("b10", "b9"), [0, 1])
 
 
 def label_table(folder: Path, labels: Sequence[str], **options) -> list[int]:
     lines = "\n".join(f"images/a.png,{label}" for label in labels)
-    images = table_images(table(folder, f"path,label\n{lines}\n"), SIZE, **options)
+    images = table_images(make_table(folder, f"path,label\n{lines}\n"), SIZE, **options)
     return [images.label(index) for index in range(len(images))]
 
 
@@ -94,13 +94,13 @@ def test_a_class_number_has_a_limit(label: str, folder: Path):
 
 
 def test_held_out_tables_have_the_classes_of_the_model(folder: Path):
-    other = table(folder, "path,label\nimages/a.png,well\n")
+    other = make_table(folder, "path,label\nimages/a.png,well\n")
     images = table_images(other, SIZE, names=["ill", "well"])
     assert (images.classes, images.label(0)) == (2, 1)
 
 
 def test_masks_need_no_labels(folder: Path):
-    path = table(folder, "path,mask\nimages/a.png,masks/a.png\nimages/b.png,masks/b.png\n")
+    path = make_table(folder, "path,mask\nimages/a.png,masks/a.png\nimages/b.png,masks/b.png\n")
     assert table_images(path, SIZE, classes=4).classes == 4
     images = table_images(path, None, threshold=0)
     assert images.classes == 2
@@ -173,7 +173,7 @@ BAD = {
 @pytest.mark.parametrize(("text", "said"), BAD.values(), ids=BAD)
 def test_what_is_wrong_is_said_with_the_line(text: str, said: str, folder: Path):
     with pytest.raises(ImageError, match=said) as caught:
-        table_images(table(folder, text), SIZE, classes=2 if "mask" in text else None)
+        table_images(make_table(folder, text), SIZE, classes=2 if "mask" in text else None)
     assert "table.csv" in str(caught.value)
 
 
@@ -200,13 +200,13 @@ def test_what_does_not_fit_is_said_before_any_image_is_read(text: str, said: str
     (folder / "bad.npy").write_text("no array")
     Image.fromarray(PIXELS[:23, :, 0]).save(folder / "small.png")
     with pytest.raises(ImageError, match=said) as caught:
-        table_images(table(folder, text), SIZE, classes=2 if "mask" in text else None)
+        table_images(make_table(folder, text), SIZE, classes=2 if "mask" in text else None)
     assert "table.csv, line 2" in str(caught.value)
 
 
 def test_bad_images_can_be_left_for_later(folder: Path):
     (folder / "images" / "a.png").write_text("no picture")
-    path = table(folder, "path,label\nimages/a.png,1\nimages/b.png,0\n")
+    path = make_table(folder, "path,label\nimages/a.png,1\nimages/b.png,0\n")
     images = table_images(path, SIZE, check=False)
     assert images.part(1, Tile.whole(*SIZE)).shape == (3, *SIZE)
     with pytest.raises(ImageError, match=r"images/a\.png is not"):
@@ -218,23 +218,23 @@ def test_headers_are_enough_to_check_a_table(folder: Path, monkeypatch: pytest.M
         "mpi4dl_nb.engines.images.pillow._DECODED._make", lambda path, page: pytest.fail("it was decoded")
     )
     text = "path,label,mask,region\nimages/a.png,1,masks/a.png,2 2 9 9\nimages/b.png,0,,\n"
-    assert len(table_images(table(folder, text), SIZE, classes=2)) == 2
+    assert len(table_images(make_table(folder, text), SIZE, classes=2)) == 2
 
 
 def test_a_label_that_is_no_class_is_named(folder: Path):
-    path = table(folder, "path,label\nimages/a.png,well\nimages/b.png,dead\n")
+    path = make_table(folder, "path,label\nimages/a.png,well\nimages/b.png,dead\n")
     with pytest.raises(ImageError, match="line 3: the label 'dead' is none of ill, well"):
         table_images(path, SIZE, names=["ill", "well"])
 
 
 def test_a_class_with_the_name_none_is_no_other_label(folder: Path):
-    path = table(folder, "path,label\nimages/a.png,None\nimages/b.png,dead\n")
+    path = make_table(folder, "path,label\nimages/a.png,None\nimages/b.png,dead\n")
     with pytest.raises(ImageError, match="line 3: the label 'dead' is none of None, ill"):
         table_images(path, SIZE, names=["None", "ill"])
 
 
 def test_a_class_beside_masks_must_be_one_of_theirs(folder: Path):
-    path = table(folder, "path,label,mask\nimages/a.png,0,masks/a.png\nimages/b.png,5,\n")
+    path = make_table(folder, "path,label,mask\nimages/a.png,0,masks/a.png\nimages/b.png,5,\n")
     with pytest.raises(ImageError, match="line 3: it has no mask, and its class 5 is none of the 2 of the masks"):
         table_images(path, SIZE, classes=2)
 
@@ -253,14 +253,14 @@ IDLE: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.mark.parametrize(("options", "said"), IDLE.values(), ids=IDLE)
 def test_options_of_masks_are_checked_before_a_mask_is_read(options: dict[str, object], said: str, folder: Path):
-    path = table(folder, "path,mask\nimages/a.png,masks/a.png\n")
+    path = make_table(folder, "path,mask\nimages/a.png,masks/a.png\n")
     with pytest.raises(ImageError, match=said):
         table_images(path, SIZE, **options)
 
 
 @pytest.mark.parametrize("options", [{"classes": 2}, {"threshold": 127}, {"ignore": 0}], ids=str)
 def test_options_of_masks_need_masks(options: dict[str, int], folder: Path):
-    path = table(folder, "path,label\nimages/a.png,0\n")
+    path = make_table(folder, "path,label\nimages/a.png,0\n")
     with pytest.raises(
         ImageError, match=rf"table\.csv has no masks, without which {next(iter(options))} would have no"
     ):
@@ -269,7 +269,7 @@ def test_options_of_masks_need_masks(options: dict[str, int], folder: Path):
 
 
 def test_a_threshold_above_every_number_is_refused(folder: Path):
-    path = table(folder, "path,mask\nimages/a.png,masks/a.png\nimages/b.png,wide.npy\n")
+    path = make_table(folder, "path,mask\nimages/a.png,masks/a.png\nimages/b.png,wide.npy\n")
     np.save(folder / "wide.npy", PIXELS[..., 0].astype(np.uint16) * 4)
     images = table_images(path, None, threshold=300)
     assert images.mask(1, Tile.whole(24, 20)).unique().tolist() == [0, 1]
@@ -344,7 +344,7 @@ def test_each_file_of_a_long_table_is_looked_at_once(folder: Path, monkeypatch: 
     count(tables.os.path, "realpath")
     count(tables.os, "lstat")
     lines = [f"images/{'abcd'[place % 4]}.png,{place % 2},masks/a.png,{place % 7} 0 8 8" for place in range(2000)]
-    images = table_images(table(folder, "\n".join(["path,label,mask,region", *lines])), SIZE, classes=2)
+    images = table_images(make_table(folder, "\n".join(["path,label,mask,region", *lines])), SIZE, classes=2)
     assert len(images) == 2000
     assert (calls["read_shape"], calls["read_mask_shape"]) == (4, 1)
     assert calls["realpath"] < 10
@@ -361,5 +361,5 @@ def test_a_damaged_file_in_many_lines_is_looked_at_once(folder: Path, monkeypatc
     monkeypatch.setattr(examples, "read_shape", lambda *given: [opened.append(given), real(*given)][1])
     (folder / "images" / "a.png").write_bytes(b"no picture")
     with pytest.raises(ImageError, match="and 95 more lines"):
-        table_images(table(folder, "path,label\n" + "images/a.png,1\n" * 100), SIZE)
+        table_images(make_table(folder, "path,label\n" + "images/a.png,1\n" * 100), SIZE)
     assert len(opened) == 1

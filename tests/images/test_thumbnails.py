@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from made_slides import tissue, write_ome, write_pages
+from made_slides import make_tissue, write_ome, write_pages
 from PIL import Image
 
 from mpi4dl_nb import show_slicing
@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Level, Picture
 from mpi4dl_nb.engines.images.sample_data import StainCrops
 from mpi4dl_nb.engines.plan import Plan
 
-PIXELS = tissue(400, 600)
+PIXELS = make_tissue(400, 600)
 
 
 class Endless(Picture):
@@ -36,7 +36,7 @@ class Endless(Picture):
         out[..., 1] = np.arange(x0, x0 + width_px) * 256 // cols
 
 
-def near(one: np.ndarray, other: np.ndarray) -> bool:
+def is_near(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape == other.shape and np.abs(one.astype(int) - other).max() <= 2
 
 
@@ -44,13 +44,13 @@ def near(one: np.ndarray, other: np.ndarray) -> bool:
 def test_a_thumbnail_is_the_mean_of_the_pixels_under_it(longest):
     made = open_image(PIXELS).thumbnail(longest)
     size = min(600, longest), max(1, round(400 * min(600, longest) / 600))
-    assert near(made, np.array(Image.fromarray(PIXELS).resize(size, Image.Resampling.BOX)))
+    assert is_near(made, np.array(Image.fromarray(PIXELS).resize(size, Image.Resampling.BOX)))
 
 
 def test_bands_make_the_same_thumbnail(monkeypatch):
     whole = open_image(PIXELS).thumbnail(91)
     monkeypatch.setattr(picture_reader, "BAND_PX", 7000)
-    assert near(open_image(PIXELS).thumbnail(91), whole)
+    assert is_near(open_image(PIXELS).thumbnail(91), whole)
 
 
 @pytest.mark.parametrize("longest", [0, -3])
@@ -139,7 +139,7 @@ def test_a_thumbnail_of_a_region_comes_from_a_coarser_level(tmp_path):
     small = crop_picture(opened, 100, 200, 200, 300).thumbnail(70)
     assert opened.bytes_read < 60 * 80 * 3
     expected = Image.fromarray(PIXELS[100:300:4, 200:500:4]).resize((70, 47), Image.Resampling.BOX)
-    assert near(small, np.array(expected))
+    assert is_near(small, np.array(expected))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from made_slides import misread, tissue, write_ome, write_pages
+from made_slides import find_misread, make_tissue, write_ome, write_pages
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.images.picture_reader import Level
 from mpi4dl_nb.engines.images.pillow import PillowPicture
 from mpi4dl_nb.engines.images.tiff import TiffPicture
 
-PIXELS = tissue(203, 301)
+PIXELS = make_tissue(203, 301)
 BOX = (37, 90, 121, 150)
 
 
@@ -111,7 +111,7 @@ def test_what_is_no_level_is_none(tmp_path):
     """Slides carry a label and a photograph of the glass along."""
     with tifffile.TiffWriter(tmp_path / "a.tif") as file:
         for shape in ((203, 301), (50, 60), (101, 150)):
-            file.write(tissue(*shape), photometric="rgb", tile=(16, 16), metadata=None)
+            file.write(make_tissue(*shape), photometric="rgb", tile=(16, 16), metadata=None)
     assert [level.shape for level in open_image(tmp_path / "a.tif").levels] == [(203, 301), (101, 150)]
 
 
@@ -135,14 +135,14 @@ def test_a_resolution_is_a_measure_where_a_microscope_wrote_it(tmp_path, unit, p
 
 def test_only_the_segments_that_are_touched_are_read(tmp_path, monkeypatch):
     path = tmp_path / "a.tif"
-    tifffile.imwrite(path, tissue(1024, 1024), photometric="rgb", tile=(128, 128), compression="deflate")
+    tifffile.imwrite(path, make_tissue(1024, 1024), photometric="rgb", tile=(128, 128), compression="deflate")
     opened, read = open_image(path), []
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda *place: read.append(place) or pread(*place))
     opened.read(130, 260, 100, 300)
     assert len(read) == 3, "tiles (1, 2) to (1, 4)"
     plain = tmp_path / "plain.tif"
-    tifffile.imwrite(plain, tissue(1024, 1024), photometric="rgb")
+    tifffile.imwrite(plain, make_tissue(1024, 1024), photometric="rgb")
     opened = open_image(plain)
     read.clear()
     opened.read(130, 260, 100, 300)
@@ -150,13 +150,13 @@ def test_only_the_segments_that_are_touched_are_read(tmp_path, monkeypatch):
 
 
 def test_tiles_that_were_left_out_are_black(tmp_path):
-    def tiles():
+    def iterate_tiles():
         yield PIXELS[:64, :64]
         yield from [None] * 3
 
     tifffile.imwrite(
         tmp_path / "a.tif",
-        tiles(),
+        iterate_tiles(),
         shape=(128, 128, 3),
         dtype=np.uint8,
         photometric="rgb",
@@ -199,7 +199,7 @@ def test_no_handle_is_left_open(tmp_path):
 
 def test_threads_read_through_one_picture(tmp_path):
     write_pages(tmp_path / "a.tif", PIXELS)
-    assert misread(pickle.loads(pickle.dumps(open_image(tmp_path / "a.tif"))), PIXELS) == []
+    assert find_misread(pickle.loads(pickle.dumps(open_image(tmp_path / "a.tif"))), PIXELS) == []
 
 
 @pytest.mark.parametrize("compression", ["deflate", None])
@@ -212,7 +212,7 @@ def test_a_file_that_was_cut_off_is_known_when_it_is_opened(tmp_path, compressio
         open_image(path)
 
 
-def test_damage_inside_a_tile_is_told_where_it_is_read(tmp_path):
+def test_damage_inside_a_tile_is_reported_where_it_is_read(tmp_path):
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, PIXELS, photometric="rgb", tile=(64, 64), compression="deflate")
     with tifffile.TiffFile(path) as file:
@@ -301,7 +301,7 @@ def test_only_a_fax_is_decoded_whole(tmp_path, name):
     assert np.array_equal(opened.read(*BOX), cut(np.array(image.convert("RGB")), BOX))
 
 
-def test_ome_xml_that_cannot_be_read_is_told(tmp_path: Path):
+def test_ome_xml_that_cannot_be_read_is_reported(tmp_path: Path):
     path = tmp_path / "a.ome.tif"
     write_ome(path, PIXELS)
     path.write_bytes(path.read_bytes().replace(b"SizeZ=", b"SizeQ="))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from made_slides import tissue
+from made_slides import make_tissue
 from PIL import Image
 from tifffile import TiffWriter
 
@@ -19,52 +19,52 @@ from mpi4dl_nb.engines.images.pillow import PillowPicture
 from mpi4dl_nb.engines.images.tiff import TiffPicture
 from tests.images.made_files import write_packed_tiff
 
-PIXELS = tissue(96, 130)
+PIXELS = make_tissue(96, 130)
 GREY = PIXELS[..., 0]
 INSIDE = GREY > 100
 TILED = {"tile": (32, 32), "metadata": None}
 REDUCED, MASK = 1, 4
 
 
-def colours(file: TiffWriter, step: int = 1, subfiletype: int = 0, **options: object) -> None:
+def write_colours(file: TiffWriter, step: int = 1, subfiletype: int = 0, **options: object) -> None:
     file.write(PIXELS[::step, ::step].copy(), photometric="rgb", subfiletype=subfiletype, **{**TILED, **options})
 
 
-def mask(file: TiffWriter, step: int = 1, kind: int = MASK) -> None:
+def write_mask(file: TiffWriter, step: int = 1, kind: int = MASK) -> None:
     file.write(INSIDE[::step, ::step], photometric="mask", subfiletype=kind, **TILED)
 
 
-def preview_first(file: TiffWriter) -> None:
-    colours(file, 4, REDUCED)
-    colours(file)
+def write_preview_first(file: TiffWriter) -> None:
+    write_colours(file, 4, REDUCED)
+    write_colours(file)
 
 
-def picture_within_its_preview(file: TiffWriter) -> None:
-    colours(file, 4, REDUCED, subifds=1)
-    colours(file)
+def write_picture_within_preview(file: TiffWriter) -> None:
+    write_colours(file, 4, REDUCED, subifds=1)
+    write_colours(file)
 
 
-def mask_first(file: TiffWriter) -> None:
-    mask(file)
-    colours(file)
+def write_mask_first(file: TiffWriter) -> None:
+    write_mask(file)
+    write_colours(file)
 
 
-def masks_between_levels(file: TiffWriter) -> None:
+def write_masks_between_levels(file: TiffWriter) -> None:
     for step in (1, 2):
-        colours(file, step, 0 if step == 1 else REDUCED)
-        mask(file, step, MASK if step == 1 else MASK | REDUCED)
+        write_colours(file, step, 0 if step == 1 else REDUCED)
+        write_mask(file, step, MASK if step == 1 else MASK | REDUCED)
 
 
-def nothing_but_a_preview(file: TiffWriter) -> None:
-    colours(file, 1, REDUCED)
+def write_only_preview(file: TiffWriter) -> None:
+    write_colours(file, 1, REDUCED)
 
 
 FILES: dict[str, tuple[Callable[[TiffWriter], None], list[int]]] = {
-    "a preview comes first": (preview_first, [1, 4]),
-    "the picture is a page of its preview": (picture_within_its_preview, [1, 4]),
-    "a mask comes first": (mask_first, [1]),
-    "masks lie between the levels": (masks_between_levels, [1, 2]),
-    "the only page calls itself a preview": (nothing_but_a_preview, [1]),
+    "a preview comes first": (write_preview_first, [1, 4]),
+    "the picture is a page of its preview": (write_picture_within_preview, [1, 4]),
+    "a mask comes first": (write_mask_first, [1]),
+    "masks lie between the levels": (write_masks_between_levels, [1, 2]),
+    "the only page calls itself a preview": (write_only_preview, [1]),
 }
 
 
@@ -83,15 +83,15 @@ def test_the_picture_is_the_page_at_full_size(tmp_path: Path, name: str):
 def test_grey_with_its_mask_is_no_stack(tmp_path: Path):
     with TiffWriter(tmp_path / "a.tif") as file:
         file.write(GREY, photometric="minisblack", **TILED)
-        mask(file)
+        write_mask(file)
     assert np.array_equal(open_image(tmp_path / "a.tif").read(0, 0, 96, 130), np.dstack([GREY] * 3))
 
 
 def test_pillow_decodes_the_page_that_is_the_picture(tmp_path: Path):
     """A page that is compressed by LZMA is decoded whole, and by another reader."""
     with TiffWriter(tmp_path / "a.tif") as file:
-        colours(file, 4, REDUCED)
-        colours(file, compression="lzma")
+        write_colours(file, 4, REDUCED)
+        write_colours(file, compression="lzma")
     opened = open_image(tmp_path / "a.tif")
     assert isinstance(opened, PillowPicture)
     assert np.array_equal(opened.read(0, 0, 96, 130), PIXELS)
@@ -118,18 +118,18 @@ def test_pillow_takes_no_fourth_channel_for_alpha_that_the_file_does_not_call_so
 
 
 def write(options: dict[str, object], *arrays: np.ndarray) -> Callable[[Path], None]:
-    def made(path: Path) -> None:
+    def write_arrays(path: Path) -> None:
         with TiffWriter(path, ome=bool(options.get("ome"))) as file:
             for array in arrays:
                 file.write(array, **{name: value for name, value in options.items() if name != "ome"})
 
-    return made
+    return write_arrays
 
 
 def with_compression(number: int) -> Callable[[Path], None]:
     """A file that says that its pixels are compressed by whatever has this number."""
 
-    def made(path: Path) -> None:
+    def write_with_number(path: Path) -> None:
         tifffile.imwrite(path, PIXELS, photometric="rgb", metadata=None)
         data = path.read_bytes()
         entry = b"\x03\x01\x03\x00\x01\x00\x00\x00"
@@ -137,7 +137,7 @@ def with_compression(number: int) -> Callable[[Path], None]:
         at = data.index(entry) + len(entry)
         path.write_bytes(data[:at] + number.to_bytes(2, "little") + data[at + 2 :])
 
-    return made
+    return write_with_number
 
 
 SIGNED = np.random.default_rng(0).integers(-1, 97, (3, 4, 40, 60)).astype(np.int8)

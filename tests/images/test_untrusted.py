@@ -11,7 +11,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from made_slides import tissue
+from made_slides import make_tissue
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
@@ -41,14 +41,14 @@ def folder(tmp_path: Path) -> Path:
     """Pictures of the user: in the folder of the table, and beside it a secret."""
     for place in ("data", "data/images", "secret", "data2"):
         (tmp_path / place).mkdir()
-        Image.fromarray(tissue(8, 8)).save(tmp_path / place / "a.png")
+        Image.fromarray(make_tissue(8, 8)).save(tmp_path / place / "a.png")
     (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret" / "a.png")
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "secret")
     (tmp_path / "data" / "inner.png").symlink_to("images/a.png")
     return tmp_path / "data"
 
 
-def table(folder: Path, *rows: str, header: str = "path,label") -> Path:
+def make_table(folder: Path, *rows: str, header: str = "path,label") -> Path:
     (folder / "t.csv").write_text("\n".join([header, *rows]))
     return folder / "t.csv"
 
@@ -60,30 +60,30 @@ ELSEWHERE += ["/etc/passwd", "../secret/none.png", "/dev/zero", "/"]
 @pytest.mark.parametrize("path", ELSEWHERE)
 def test_a_table_names_nothing_outside_of_its_folder(folder, path):
     with pytest.raises(ImageError, match=r"t\.csv, line 3: the file .* lies outside of .*within=") as caught:
-        table_images(table(folder, "images/a.png,0", f"{path},1"), SIZE)
+        table_images(make_table(folder, "images/a.png,0", f"{path},1"), SIZE)
     assert "missing" not in str(caught.value)  # whether it is there is not told either
 
 
 def test_nor_does_a_mask(folder):
-    rows = table(folder, "images/a.png,../secret/a.png", header="path,mask")
+    rows = make_table(folder, "images/a.png,../secret/a.png", header="path,mask")
     with pytest.raises(ImageError, match=r"line 2: the mask '\.\./secret/a\.png' lies outside of"):
         table_images(rows, SIZE, classes=2)
 
 
 def test_what_is_inside_is_found_by_whatever_way(folder):
-    rows = table(folder, "images/a.png,0", "./images/../images/a.png,1", f"{folder}/images/a.png,0", "inner.png,1")
+    rows = make_table(folder, "images/a.png,0", "./images/../images/a.png,1", f"{folder}/images/a.png,0", "inner.png,1")
     assert len(table_images(rows, SIZE)) == 4
 
 
 def test_who_trusts_a_table_says_where_its_files_are(folder):
-    rows = table(folder, "../secret/a.png,0", "link.png,1", "images/a.png,1")
+    rows = make_table(folder, "../secret/a.png,0", "link.png,1", "images/a.png,1")
     assert len(table_images(rows, SIZE, within=folder.parent)) == 3
     with pytest.raises(ImageError, match=r"line 2: .* lies outside of .*data2"):
         table_images(rows, SIZE, within=folder.parent / "data2")
 
 
 def test_a_folder_that_is_a_link_itself_is_followed(folder):
-    rows = table(folder, "images/a.png,0")
+    rows = make_table(folder, "images/a.png,0")
     (folder.parent / "data3").symlink_to(folder)
     assert len(table_images(folder.parent / "data3" / rows.name, SIZE)) == 1
 
@@ -104,13 +104,13 @@ def test_a_folder_that_is_a_link_itself_is_followed(folder):
 def test_hostile_lines_are_named(folder, rows, says):
     (folder / "loop").symlink_to("loop")
     with pytest.raises(ImageError, match=says):
-        table_images(table(folder, *rows), SIZE)
+        table_images(make_table(folder, *rows), SIZE)
 
 
 @pytest.mark.parametrize("region", ["0 0 9 99999999999999999999", f"0 0 {'9' * 5000} 9", "nan 0 1 1", "1e3 0 1 1"])
 def test_hostile_regions_are_named(folder, region):
     with pytest.raises(ImageError, match="line 2"):
-        table_images(table(folder, f"images/a.png,0,{region}", header="path,label,region"), SIZE)
+        table_images(make_table(folder, f"images/a.png,0,{region}", header="path,label,region"), SIZE)
 
 
 def test_tables_of_our_own_say_where_their_files_are(folder):
@@ -128,15 +128,15 @@ def test_tables_of_our_own_say_where_their_files_are(folder):
 @pytest.mark.parametrize("text", [BOMB, OUTSIDE], ids=["a bomb of entities", "an entity that is a file"])
 def test_xml_defines_nothing(tmp_path, text):
     with pytest.raises(ImageError, match="document type"):
-        write_boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
+        write_boxes_table(write_voc(tmp_path, text), "train", tmp_path / "t.csv")
     with pytest.raises(ImageError, match="document type"):
         parse_ome(tmp_path / "a.tif", text)
 
 
-def voc(folder: Path, annotation: str) -> Path:
+def write_voc(folder: Path, annotation: str) -> Path:
     for place in ("Annotations", "JPEGImages", "ImageSets/Main"):
         (folder / place).mkdir(parents=True)
-    Image.fromarray(tissue(8, 8)).save(folder / "JPEGImages" / "a.jpg")
+    Image.fromarray(make_tissue(8, 8)).save(folder / "JPEGImages" / "a.jpg")
     (folder / "ImageSets/Main/train.txt").write_text("a\n")
     (folder / "Annotations/a.xml").write_text(annotation)
     return folder
@@ -147,7 +147,7 @@ def test_boxes_have_numbers(tmp_path, number):
     box = f"<bndbox><ymin>{number}</ymin><ymax>2</ymax><xmin>1</xmin><xmax>2</xmax></bndbox>"
     text = f"<annotation><object><name>x</name>{box}</object></annotation>"
     with pytest.raises(ImageError, match=r"a\.xml"):
-        write_boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
+        write_boxes_table(write_voc(tmp_path, text), "train", tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize("text", ["<a>" * 100_000, "<a>" * 100_000 + "</a>" * 100_000, "", "\0", "<a b=1>"])
@@ -169,7 +169,7 @@ def test_ome_with_hostile_numbers(tmp_path, number):
 # ---- Zarr
 
 
-def stored(path: Path, shape=(64, 64), chunks=(32, 32), **options: object) -> Path:
+def write_array(path: Path, shape=(64, 64), chunks=(32, 32), **options: object) -> Path:
     array = zarr.create_array(path, shape=shape, chunks=chunks, dtype="uint8", **options)
     array[:32, :32] = 7
     return path
@@ -185,7 +185,7 @@ def test_a_chunk_that_is_too_large_to_unpack_is_not_unpacked(tmp_path):
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("codec", ["zstd", "gzip", "blosc"])
 def test_a_chunk_that_holds_more_than_it_should_is_not_unpacked(tmp_path, monkeypatch, version, codec):
-    path = stored(tmp_path / "a.zarr", zarr_format=version)
+    path = write_array(tmp_path / "a.zarr", zarr_format=version)
     chunk = path / ("0.0" if version == 2 else "c/0/0")
     good = open_image(path).read(0, 0, 4, 4)
     bomb = {"zstd": numcodecs.Zstd(), "gzip": numcodecs.GZip(), "blosc": numcodecs.Blosc()}[codec]
@@ -211,7 +211,7 @@ def test_chunks_that_hardly_shrink_are_read(tmp_path):
 
 @pytest.mark.parametrize("fields", [{"shape": [1 << 62, 1 << 62]}, {"shape": [-1, 4]}, {"shape": "x"}, {"shape": [[]]}])
 def test_zarr_with_hostile_sizes(tmp_path, fields):
-    path = stored(tmp_path / "a.zarr")
+    path = write_array(tmp_path / "a.zarr")
     told = json.loads((path / "zarr.json").read_text())
     (path / "zarr.json").write_text(json.dumps(told | fields))
     with pytest.raises(ImageError):
@@ -219,7 +219,7 @@ def test_zarr_with_hostile_sizes(tmp_path, fields):
 
 
 def test_zarr_nested_without_end(tmp_path):
-    path = stored(tmp_path / "a.zarr")
+    path = write_array(tmp_path / "a.zarr")
     (path / "zarr.json").write_text('{"a":' * 100_000)
     with pytest.raises(ImageError):
         open_image(path)
@@ -240,7 +240,7 @@ KNOWN = {
 RUNS = {"pickle", "cloudpickle", "marshal", "shelve", "yaml", "dill", "joblib", "ET", "ElementTree", "minidom"}
 
 
-def loaders(path: Path) -> set[str]:
+def find_loaders(path: Path) -> set[str]:
     """What a file uses that could run, unpickle or expand what it reads."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -256,7 +256,7 @@ def loaders(path: Path) -> set[str]:
 
 def test_nothing_that_could_run_reads_files():
     files = [file for room in ("engines", "mpi4dl_nb") for file in sorted((ROOT / room).rglob("*.py"))]
-    assert {str(file.relative_to(ROOT)): found for file in files if (found := loaders(file))} == KNOWN
+    assert {str(file.relative_to(ROOT)): found for file in files if (found := find_loaders(file))} == KNOWN
 
 
 def test_arrays_of_objects_are_not_unpickled(tmp_path):
@@ -265,7 +265,7 @@ def test_arrays_of_objects_are_not_unpickled(tmp_path):
             return (os.mkdir, (str(tmp_path / "sprung"),))
 
     np.save(tmp_path / "m.npy", np.array([[Trap()]], object), allow_pickle=True)
-    Image.fromarray(tissue(1, 1)).save(tmp_path / "a.png")
+    Image.fromarray(make_tissue(1, 1)).save(tmp_path / "a.png")
     (tmp_path / "t.csv").write_text("path,mask\na.png,m.npy\n")
     with pytest.raises(ImageError):
         table_images(tmp_path / "t.csv", None, classes=2)

@@ -8,24 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from made_slides import tissue
+from made_slides import make_tissue
 
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.images import zarr as reader
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.picture_reader import Level
 
-PIXELS = tissue(150, 200)
+PIXELS = make_tissue(150, 200)
 BOX = (31, 50, 70, 90)
 CUT = PIXELS[31:101, 50:140]
 
 
-def saved(path: Path, array: np.ndarray, **options: object) -> Path:
+def save_array(path: Path, array: np.ndarray, **options: object) -> Path:
     zarr.create_array(path, data=array, chunks=tuple(min(64, side) for side in array.shape), **options)
     return path
 
 
-def pyramid(path: Path, version: str = "0.5") -> Path:
+def write_pyramid(path: Path, version: str = "0.5") -> Path:
     """OME-NGFF, channels first, two levels, a pixel of 0.5 micrometres."""
     group = zarr.open_group(path, mode="w", zarr_format=3 if version == "0.5" else 2)
     for name, step in (("0", 1), ("1", 2)):
@@ -44,7 +44,7 @@ def pyramid(path: Path, version: str = "0.5") -> Path:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_an_array_is_a_picture(tmp_path, version):
-    opened = open_image(saved(tmp_path / "a.zarr", PIXELS, zarr_format=version))
+    opened = open_image(save_array(tmp_path / "a.zarr", PIXELS, zarr_format=version))
     assert opened.levels == (Level(150, 200),)
     assert opened.microns_per_px is None
     assert np.array_equal(opened.read(*BOX), CUT)
@@ -53,14 +53,14 @@ def test_an_array_is_a_picture(tmp_path, version):
 
 
 def test_grey_and_channels_first(tmp_path):
-    assert np.array_equal(open_image(saved(tmp_path / "first", PIXELS.transpose(2, 0, 1))).read(*BOX), CUT)
-    grey = open_image(saved(tmp_path / "grey", PIXELS[..., 0])).read(*BOX)
+    assert np.array_equal(open_image(save_array(tmp_path / "first", PIXELS.transpose(2, 0, 1))).read(*BOX), CUT)
+    grey = open_image(save_array(tmp_path / "grey", PIXELS[..., 0])).read(*BOX)
     assert np.array_equal(grey, np.repeat(CUT[..., :1], 3, axis=2))
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
 def test_an_ome_zarr_group_has_levels(tmp_path, version):
-    opened = open_image(pyramid(tmp_path / "a.zarr", version))
+    opened = open_image(write_pyramid(tmp_path / "a.zarr", version))
     assert opened.levels == (Level(150, 200), Level(75, 100, 2.0))
     assert opened.microns_per_px == 0.5
     assert np.array_equal(opened.read(*BOX), CUT)
@@ -68,7 +68,7 @@ def test_an_ome_zarr_group_has_levels(tmp_path, version):
 
 
 def test_a_scale_that_all_levels_share_is_multiplied(tmp_path):
-    path = pyramid(tmp_path / "a.zarr", "0.4")
+    path = write_pyramid(tmp_path / "a.zarr", "0.4")
     group = zarr.open_group(path)
     (told,) = group.attrs["multiscales"]
     group.attrs["multiscales"] = [
@@ -89,7 +89,7 @@ def test_a_scale_that_all_levels_share_is_multiplied(tmp_path):
 )
 def test_what_is_no_picture_is_refused(tmp_path, array, reason):
     with pytest.raises(ImageError, match=reason):
-        open_image(saved(tmp_path / "a.zarr", array))
+        open_image(save_array(tmp_path / "a.zarr", array))
 
 
 def test_a_group_without_levels_is_refused(tmp_path):
@@ -98,24 +98,24 @@ def test_a_group_without_levels_is_refused(tmp_path):
         open_image(tmp_path / "a.zarr")
 
 
-def test_a_damaged_store_is_told(tmp_path):
-    (saved(tmp_path / "a.zarr", PIXELS) / "zarr.json").write_text("{")
+def test_a_damaged_store_is_reported(tmp_path):
+    (save_array(tmp_path / "a.zarr", PIXELS) / "zarr.json").write_text("{")
     with pytest.raises(ImageError, match=r"a\.zarr is damaged"):
         open_image(tmp_path / "a.zarr")
-    opened = open_image(saved(tmp_path / "b.zarr", PIXELS))
+    opened = open_image(save_array(tmp_path / "b.zarr", PIXELS))
     next(path for path in sorted((tmp_path / "b.zarr" / "c").rglob("*")) if path.is_file()).write_bytes(b"no chunk")
     with pytest.raises(ImageError, match=r"b\.zarr cannot be read: Zstd"):
         opened.read(0, 0, 150, 200)
 
 
-def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
-    path = saved(tmp_path / "a.zarr", PIXELS)
+def test_without_the_extra_its_name_is_said(tmp_path, monkeypatch):
+    path = save_array(tmp_path / "a.zarr", PIXELS)
     monkeypatch.setattr(reader, "find_spec", lambda name: None)
     with pytest.raises(ImageError, match=r"a\.zarr is a Zarr store: pip install 'mpi4dl_nb\[zarr\]'"):
         open_image(path)
 
 
-def ome(path: Path, data: np.ndarray, axes: object, version: str = "0.4") -> Path:
+def write_ome(path: Path, data: np.ndarray, axes: object, version: str = "0.4") -> Path:
     group = zarr.open_group(path, mode="w", zarr_format=3 if version == "0.5" else 2)
     group.create_array("0", data=data, chunks=tuple(min(64, side) for side in data.shape))
     scales = {"version": version, "datasets": [{"path": "0"}]} | ({"axes": axes} if axes else {})
@@ -144,7 +144,7 @@ TYPED = [{"name": "when", "type": "time"}, {"name": "stain", "type": "channel"},
     ids=["0.4", "0.5", "types", "0.3", "0.1", "depth first", "depth in the middle", "odd order", "columns first"],
 )
 def test_axes_are_known_by_their_names(tmp_path, data, axes, version):
-    opened = open_image(ome(tmp_path / "a.zarr", data, axes, version))
+    opened = open_image(write_ome(tmp_path / "a.zarr", data, axes, version))
     assert np.array_equal(opened.read(*BOX), CUT)
 
 
@@ -165,13 +165,13 @@ FOUR = np.concatenate([FIRST, FIRST[:1]])
 )
 def test_other_axes_are_refused(tmp_path, data, axes, reason):
     with pytest.raises(ImageError, match=rf"a\.zarr .*{reason}"):
-        open_image(ome(tmp_path / "a.zarr", data, [{"name": axis} for axis in axes]))
+        open_image(write_ome(tmp_path / "a.zarr", data, [{"name": axis} for axis in axes]))
 
 
 @pytest.mark.parametrize("shape", ["first", "last"])
 def test_four_channels_of_an_array_are_four_channels(tmp_path, shape):
     """The fourth is no transparency: nothing says so."""
-    path = saved(tmp_path / "a.zarr", FOUR if shape == "first" else FOUR.transpose(1, 2, 0))
+    path = save_array(tmp_path / "a.zarr", FOUR if shape == "first" else FOUR.transpose(1, 2, 0))
     with pytest.raises(ImageError, match="has 4 channels"):
         open_image(path)
 
@@ -180,5 +180,5 @@ def test_an_array_may_name_its_axes(tmp_path):
     zarr.create_array(tmp_path / "a", data=FIRST, chunks=(1, 64, 64), dimension_names=("z", "y", "x"))
     with pytest.raises(ImageError, match="holds a stack, z: 3"):
         open_image(tmp_path / "a")
-    saved(tmp_path / "b", FIVE, attributes={"_ARRAY_DIMENSIONS": ["time", "C", "z", "Y", "X"]})
+    save_array(tmp_path / "b", FIVE, attributes={"_ARRAY_DIMENSIONS": ["time", "C", "z", "Y", "X"]})
     assert np.array_equal(open_image(tmp_path / "b").read(*BOX), CUT)

@@ -17,7 +17,7 @@ import zarr
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.images import zarr_chunks
 from mpi4dl_nb.engines.images.picture import open_image
-from tests.images.made_slides import tissue
+from tests.images.made_slides import make_tissue
 
 MILLION = (1 << 20, 1 << 20)
 
@@ -31,8 +31,8 @@ def test_millions_of_tiny_chunks(chunks: tuple[int, int], version: int, tmp_path
 
 
 def test_a_few_tiny_chunks_are_read(tmp_path: Path):
-    zarr.create_array(tmp_path / "a", data=tissue(12, 10), chunks=(1, 2, 1))
-    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 12, 10), tissue(12, 10))
+    zarr.create_array(tmp_path / "a", data=make_tissue(12, 10), chunks=(1, 2, 1))
+    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 12, 10), make_tissue(12, 10))
 
 
 @pytest.mark.sampled(3)
@@ -54,7 +54,7 @@ def test_what_is_not_stored_is_not_read(
 
 def test_a_store_with_levels_without_end(tmp_path: Path):
     group = zarr.open_group(tmp_path / "a", mode="w")
-    group.create_array("0", data=tissue(8, 8))
+    group.create_array("0", data=make_tissue(8, 8))
     scales = {"axes": [{"name": name} for name in "yxc"], "datasets": [{"path": "0"}] * 1000}
     group.attrs["ome"] = {"multiscales": [scales]}
     with pytest.raises(ImageError, match="it says that it has 1,000 levels, where 32 are many"):
@@ -66,7 +66,7 @@ def test_a_store_with_levels_without_end(tmp_path: Path):
 
 
 def test_json_of_many_megabytes_is_not_parsed(tmp_path: Path):
-    zarr.create_array(tmp_path / "a", data=tissue(8, 8))
+    zarr.create_array(tmp_path / "a", data=make_tissue(8, 8))
     with (tmp_path / "a" / "zarr.json").open("ab") as file:
         file.write(b" " * zarr_chunks.METADATA_BYTES)
     with pytest.raises(ImageError, match=r"its zarr\.json has 16,\d+,\d+ bytes, and 16,777,216 are the most"):
@@ -81,8 +81,10 @@ BOMB = np.zeros(64 << 20, np.uint8)
 )
 def test_a_small_chunk_that_unpacks_to_much(codec: numcodecs.abc.Codec, tmp_path: Path, monkeypatch):
     """Its bytes are no more than those of a chunk that hardly shrinks, so that only what is in them tells."""
-    array = zarr.create_array(tmp_path / "a", data=tissue(64, 64), chunks=(64, 64, 3), zarr_format=2, compressors=codec)
-    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 64, 64), tissue(64, 64))
+    array = zarr.create_array(
+        tmp_path / "a", data=make_tissue(64, 64), chunks=(64, 64, 3), zarr_format=2, compressors=codec
+    )
+    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 64, 64), make_tissue(64, 64))
     (tmp_path / "a" / "0.0.0").write_bytes(codec.encode(BOMB[: 4 << 20]))
     monkeypatch.setattr(zarr_chunks, "_LARGE_BYTES", 1 << 12)
     monkeypatch.setattr(zarr_chunks, "_SLACK_BYTES", 1 << 20)
@@ -93,16 +95,16 @@ def test_a_small_chunk_that_unpacks_to_much(codec: numcodecs.abc.Codec, tmp_path
 
 def test_a_frame_that_does_not_say_its_size(tmp_path: Path):
     """Zstandard leaves it out where it is written before the size is known: unpacked into so much room, and no more."""
-    zarr.create_array(tmp_path / "a", data=tissue(64, 64), chunks=(64, 64, 3), compressors=zarr.codecs.ZstdCodec())
+    zarr.create_array(tmp_path / "a", data=make_tissue(64, 64), chunks=(64, 64, 3), compressors=zarr.codecs.ZstdCodec())
     chunk = tmp_path / "a" / "c" / "0" / "0" / "0"
-    chunk.write_bytes(unsized(tissue(64, 64).tobytes()))
-    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 64, 64), tissue(64, 64))
-    chunk.write_bytes(unsized(bytes(BOMB[: 1 << 20])))
+    chunk.write_bytes(encode_unsized(make_tissue(64, 64).tobytes()))
+    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 64, 64), make_tissue(64, 64))
+    chunk.write_bytes(encode_unsized(bytes(BOMB[: 1 << 20])))
     with pytest.raises(ImageError, match=r"chunk 0 unpacks to \d+ bytes or more, where 12288 are due"):
         open_image(tmp_path / "a").read(0, 0, 1, 1)
 
 
-def unsized(data: bytes) -> bytes:
+def encode_unsized(data: bytes) -> bytes:
     """A Zstandard frame of raw and repeated blocks (RFC 8878, 3.1.1.2) with a window, and without a size."""
     blocks = []
     for start in range(0, len(data), 1 << 17):
@@ -119,7 +121,7 @@ def unsized(data: bytes) -> bytes:
 def test_a_chunk_within_a_shard_that_unpacks_to_much(place: str, tmp_path: Path):
     shards = {"shape": (64, 64, 3), "index_location": place}
     options = {"chunks": (32, 32, 3), "shards": shards, "compressors": zarr.codecs.ZstdCodec()}
-    zarr.create_array(tmp_path / "a", data=tissue(64, 64), **options)
+    zarr.create_array(tmp_path / "a", data=make_tissue(64, 64), **options)
     file = tmp_path / "a" / "c" / "0" / "0" / "0"
     data = bytearray(file.read_bytes())
     index = np.frombuffer(data, "<u8", 8, 0 if place == "start" else len(data) - 68).reshape(2, 2, 2)
@@ -127,13 +129,13 @@ def test_a_chunk_within_a_shard_that_unpacks_to_much(place: str, tmp_path: Path)
     data[start : start + 13] = b"\x28\xb5\x2f\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")
     file.write_bytes(data)
     assert length > 13
-    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 32, 64), tissue(64, 64)[:32])
+    assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 32, 64), make_tissue(64, 64)[:32])
     with pytest.raises(ImageError, match=r"chunk 0 unpacks to 1099511627776 bytes or more, where 3072 are due"):
         open_image(tmp_path / "a").read(40, 40, 1, 1)
 
 
 def test_codecs_that_nothing_bounds_are_not_taken(tmp_path: Path):
-    zarr.create_array(tmp_path / "a", data=tissue(8, 8), zarr_format=2, compressors=numcodecs.BZ2())
+    zarr.create_array(tmp_path / "a", data=make_tissue(8, 8), zarr_format=2, compressors=numcodecs.BZ2())
     assert len(bz2.compress(bytes(1 << 20))) < 100, "ten thousand times as much"
     with pytest.raises(ImageError, match=r"is packed by bz2, which is not read here\. Save it with Zstandard"):
         open_image(tmp_path / "a")
@@ -142,7 +144,7 @@ def test_codecs_that_nothing_bounds_are_not_taken(tmp_path: Path):
 def test_nothing_is_packed_twice(tmp_path: Path):
     codecs = (zarr.codecs.GzipCodec(), zarr.codecs.ZstdCodec())
     for name, options in {"plain": {}, "shards": {"shards": (16, 16, 3)}}.items():
-        zarr.create_array(tmp_path / name, data=tissue(16, 16), chunks=(8, 8, 3), compressors=codecs, **options)
+        zarr.create_array(tmp_path / name, data=make_tissue(16, 16), chunks=(8, 8, 3), compressors=codecs, **options)
         with pytest.raises(ImageError, match=r"is packed several times, by gzip and zstd"):
             open_image(tmp_path / name)
 
@@ -153,7 +155,7 @@ def test_no_codec_runs_code(kind: str, tmp_path: Path):
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "sprung"),))
 
-    zarr.create_array(tmp_path / "a", data=tissue(8, 8), chunks=(8, 8, 3), zarr_format=2, compressors=None)
+    zarr.create_array(tmp_path / "a", data=make_tissue(8, 8), chunks=(8, 8, 3), zarr_format=2, compressors=None)
     told = json.loads((tmp_path / "a" / ".zarray").read_text())
     told[kind] = [{"id": "pickle"}] if kind == "filters" else {"id": "pickle"}
     (tmp_path / "a" / ".zarray").write_text(json.dumps(told))

@@ -131,7 +131,7 @@ def test_a_name_is_text_on_a_page_and_no_wider_than_it(chromium, name):
     view = TimelineView(Timeline(events), layers={"first": name})
     harness = PageHarness(chromium, view)
     view.selected = 0
-    harness.settle(4)
+    harness.advance(4)
     page = harness.page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("document.images.length") == 0

@@ -70,7 +70,7 @@ _PLACES = """(names) => Object.fromEntries(names.map((name) => {
 def set_cell_width(harness: PageHarness, wide_px: int) -> None:
     """Give the widget a cell of this width, in a window that stays as it is."""
     harness.page.evaluate("(wide) => { document.getElementById('room').style.width = `${wide}px`; }", wide_px)
-    harness.settle(5)
+    harness.advance(5)
 
 
 def find_faults(harness: PageHarness) -> list[str]:

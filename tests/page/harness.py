@@ -83,19 +83,19 @@ class PageHarness:
         code, style = (_read(widget, name) for name in ("_esm", "_css"))
         self.page.evaluate(MODEL, {"code": code, "style": style, "state": ready, "binary": binary})
 
-    def settle(self, frames: int = 2) -> None:
+    def advance(self, frames: int = 2) -> None:
         """Give the page what other threads have told, and wait for its next frames."""
         while self._later:
             self._tell(self._later.popleft())
         for _ in range(frames):
             self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => done()))")
 
-    def turn_dark(self) -> None:
+    def switch_to_dark(self) -> None:
         """Change the colours of the page as a dark theme of JupyterLab does."""
         colours = {"ui-font-color1": "#e8e8e8", "layout-color0": "#111318", "layout-color2": "#2b2d31"}
         style = "; ".join(f"--jp-{name}: {colour}" for name, colour in colours.items())
         self.page.evaluate("(style) => { document.body.style.cssText = style; }", style)
-        self.settle(4)
+        self.advance(4)
 
     def close(self) -> None:
         """Close the page. Its console must have told no error."""

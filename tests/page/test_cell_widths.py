@@ -74,7 +74,7 @@ def check_widths(harness: PageHarness) -> None:
 @pytest.mark.parametrize("name", ["slicer", "timeline", "configurator", "tuner"])
 def test_all_can_be_read_in_a_cell_of_any_width(chromium: object, views: dict[str, Any], name: str):
     harness = PageHarness(chromium, views[name], WINDOW_PX)
-    harness.settle(5)
+    harness.advance(5)
     check_widths(harness)
     harness.close()
 
@@ -84,7 +84,7 @@ def test_the_stepper_can_be_read_in_a_cell_of_any_width(chromium: object, steppe
     for kind, phase in (("halo", "forward"), ("all-reduce", "forward"), ("halo", "backward")):
         stepper.kind.value, stepper.phase.value = kind, phase
         stepper._handle_key("b")
-        harness.settle(3)
+        harness.advance(3)
         check_widths(harness)
     set_cell_width(harness, 320)
     left_out = harness.page.locator(".mpi4dl-left-out")
@@ -114,10 +114,10 @@ def test_a_limit_of_the_height_is_kept(chromium: object, views: dict[str, Any], 
     view = views[name]
     harness = PageHarness(chromium, view, WINDOW_PX)
     view.max_height = 420
-    harness.settle(5)
+    harness.advance(5)
     assert measure_height(harness) <= 420
     view.max_height = None
-    harness.settle(5)
+    harness.advance(5)
     assert measure_height(harness) > 420
     harness.close()
 
@@ -147,15 +147,15 @@ def test_nothing_jumps_in_a_stepper_from_instruction_to_instruction(chromium: ob
     for wide_px in (1400, 700):
         set_cell_width(harness, wide_px)
         stepper._handle_key("r")
-        harness.settle(3)
+        harness.advance(3)
         parts = ".mpi4dl-scrubber", ".mpi4dl-stage", ".mpi4dl-strips", ".mpi4dl-step-table", ".mpi4dl-step-caption"
         before = measure_places(harness, *parts)
         while not stepper.stepping.done:
             stepper._handle_key("n")
-            harness.settle(2)
+            harness.advance(2)
             assert measure_places(harness, *parts) == before, stepper.view.alt[:80]
         stepper._handle_key("n")  # it is refused
-        harness.settle(2)
+        harness.advance(2)
         assert harness.page.get_by_role("alert").inner_text().startswith("⚠ The step is done")
         assert measure_places(harness, *parts) == before
     harness.close()
@@ -169,7 +169,7 @@ def test_a_message_is_shown_whole_beside_small_tiles(chromium: object, stepper: 
     stepper._handle_key("r")
     stepper.stepping.until(kind="halo", phase=phase)
     stepper.refresh()
-    harness.settle(3)
+    harness.advance(3)
     strips = harness.page.locator(".mpi4dl-strips")
     assert strips.locator("table").count() == 3
     assert strips.evaluate("(element) => element.scrollHeight - element.clientHeight") <= 0

@@ -28,7 +28,7 @@ def figure() -> Drawing:
     return figure
 
 
-def photograph(page: object) -> NDArray[np.uint8]:
+def capture_picture(page: object) -> NDArray[np.uint8]:
     picture = page.locator("img").screenshot()
     return np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
 
@@ -48,9 +48,9 @@ def check(light: NDArray[np.uint8], dark: NDArray[np.uint8]) -> None:
 def test_the_figure_of_a_cell_follows_the_theme(chromium: object, figure: Drawing):
     page = chromium.new_page()
     page.set_content(f"<body>{figure._repr_html_()}</body>")
-    light = photograph(page)
+    light = capture_picture(page)
     page.evaluate(DARK)
-    check(light, photograph(page))
+    check(light, capture_picture(page))
     page.close()
 
 
@@ -59,7 +59,7 @@ def test_the_figure_of_a_widget_follows_the_theme(chromium: object, figure: Draw
     view.show(figure)
     harness = PageHarness(chromium, view)
     harness.page.wait_for_timeout(200)
-    light = photograph(harness.page)
+    light = capture_picture(harness.page)
     harness.page.evaluate(DARK)
-    check(light, photograph(harness.page))
+    check(light, capture_picture(harness.page))
     harness.close()

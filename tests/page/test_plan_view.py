@@ -28,20 +28,20 @@ class Bench:
         assert configurator.wait()
         self.harness = PageHarness(browser, self.configurator.view, **options)
         self.page = self.harness.page
-        self.harness.settle()
+        self.harness.advance()
 
-    def until(self, done: Callable[[], bool], within_s: float = 30.0) -> None:
+    def wait_until(self, done: Callable[[], bool], within_s: float = 30.0) -> None:
         """Let the page go on until it shows something."""
         end_s = time.monotonic() + within_s
         while not done():
             assert time.monotonic() < end_s
-            self.harness.settle(1)
+            self.harness.advance(1)
 
     def wait(self) -> None:
         """Let the page go on until the configurator is done: a handler that speaks with the page holds its lock."""
-        self.harness.settle(3)
-        self.until(lambda: self.configurator.wait(0.01))
-        self.harness.settle()
+        self.harness.advance(3)
+        self.wait_until(lambda: self.configurator.wait(0.01))
+        self.harness.advance()
 
     def read(self, name: str) -> str:
         """The text of a part of the view."""
@@ -72,11 +72,11 @@ def test_a_slider_is_turned_by_keyboard_and_its_counts_come_before_the_predictio
     slider = bench.page.get_by_label("Stages", exact=True)
     slider.focus()
     bench.page.keyboard.press("ArrowRight")
-    bench.until(lambda: bench.read("facts").startswith("6"))
+    bench.wait_until(lambda: bench.read("facts").startswith("6"))
     assert "of the plan before" in bench.read("change")
     assert bench.read("doing")
     bench.wait()
-    bench.until(lambda: "of the plan before" not in bench.read("change"))
+    bench.wait_until(lambda: "of the plan before" not in bench.read("change"))
     assert "than the plan before" in bench.read("change")
     assert bench.configurator.plan.split_size == 3
     assert bench.page.get_by_role("button", name="Start 6 ranks").is_enabled()
@@ -103,7 +103,7 @@ def test_an_error_is_said_in_its_place_and_nothing_moves(bench):
     start = bench.page.get_by_role("button", name="Start 5 ranks")
     start.focus()
     bench.configurator.knobs["split_size"].value = 40
-    bench.until(lambda: "the model has only" in bench.read("alert"))
+    bench.wait_until(lambda: "the model has only" in bench.read("alert"))
     assert measure_places(bench.page) == before
     assert bench.page.get_by_label("Stages", exact=True).get_attribute("aria-invalid") == "true"
     assert start.is_disabled()
@@ -113,10 +113,10 @@ def test_an_error_is_said_in_its_place_and_nothing_moves(bench):
     assert bench.page.locator(".mpi4dl-plan-gauge.mpi4dl-plan-stale").count() == 3
     bench.page.get_by_label("Stages, exact", exact=True).fill("2")
     bench.page.keyboard.press("Enter")
-    bench.until(lambda: not bench.read("alert"))
+    bench.wait_until(lambda: not bench.read("alert"))
     bench.wait()
     assert bench.configurator.plan.split_size == 2
-    bench.until(lambda: bench.read("verdict").startswith("Does not fit"))
+    bench.wait_until(lambda: bench.read("verdict").startswith("Does not fit"))
 
 
 def test_what_does_not_fit_is_said_in_words_shape_and_texture(bench):
@@ -125,17 +125,17 @@ def test_what_does_not_fit_is_said_in_words_shape_and_texture(bench):
     assert bench.read("legend").startswith("does not fit: 5 ranks")
     bench.page.get_by_label("Machine", exact=True).select_option("DGX H100")
     bench.wait()
-    bench.until(lambda: bench.read("verdict").startswith("Fits"))
+    bench.wait_until(lambda: bench.read("verdict").startswith("Fits"))
     assert bench.read("legend").startswith("under half full: 5 ranks")
 
 
-def test_ranks_are_reached_by_keyboard_and_told(bench):
+def test_ranks_are_reached_by_keyboard_and_described(bench):
     bench.page.locator(CANVAS).focus()
-    bench.harness.settle()
+    bench.harness.advance()
     assert "rank 0: stage 0, tile 0" in bench.read("card")
     for key, wanted in (("ArrowRight", "rank 1"), ("ArrowDown", "rank 3"), ("PageDown", "rank 4"), ("Home", "rank 0")):
         bench.page.keyboard.press(key)
-        bench.harness.settle()
+        bench.harness.advance()
         assert bench.read("card").startswith(wanted)
     lines = bench.page.locator(".mpi4dl-plan-status").text_content()
     for word in ("weights", "activations", "halos", "memory", "messages", "stage 0, tile 0"):
@@ -164,17 +164,17 @@ def test_options_are_folded_into_groups_and_set_there(bench):
     box = bench.page.get_by_label("parts", exact=True)
     box.fill("2")
     bench.page.keyboard.press("Tab")
-    bench.until(lambda: "2 micro-batches of 2 images" in bench.read("facts"))
+    bench.wait_until(lambda: "2 micro-batches of 2 images" in bench.read("facts"))
     box.fill("3")
     bench.page.keyboard.press("Tab")
-    bench.until(lambda: "cannot be cut into parts=3" in bench.read("alert"))
+    bench.wait_until(lambda: "cannot be cut into parts=3" in bench.read("alert"))
     assert bench.page.get_by_text("Pipeline ⚠").is_visible()
 
 
 def test_the_grid_of_tiles_is_two_sliders(bench):
     bench.page.get_by_label("Grid of tiles, columns").focus()
     bench.page.keyboard.press("ArrowRight")
-    bench.until(lambda: bench.read("facts").startswith("7"))
+    bench.wait_until(lambda: bench.read("facts").startswith("7"))
     bench.wait()
     assert bench.configurator.plan.slice_method == "2x3"
     assert bench.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 x 3"
@@ -183,7 +183,7 @@ def test_the_grid_of_tiles_is_two_sliders(bench):
 def test_the_picture_follows_the_theme(bench):
     pixels = f"() => document.querySelector('{CANVAS}').toDataURL()"
     light = bench.page.evaluate(pixels)
-    bench.harness.turn_dark()
+    bench.harness.switch_to_dark()
     assert bench.page.evaluate(pixels) != light
 
 

@@ -33,18 +33,18 @@ def page(chromium, slicer):
     slicer.view.layer = slicer.view.tile = 0
     slicer.view.reading, slicer.view.fields, slicer.view.place = "layer", False, []
     harness = PageHarness(chromium, slicer.view)
-    harness.settle()
+    harness.advance()
     yield harness.page
     harness.close()
 
 
-def press(page, *keys: str) -> None:
+def send_keys(page, *keys: str) -> None:
     page.locator("canvas").focus()
     for key in keys:
         page.keyboard.press(key)
 
 
-def point_at(page, row: float, col: float) -> str:
+def move_pointer(page, row: float, col: float) -> str:
     """Point at a place of the whole picture, in fractions of its sides; what is said of it."""
     box = page.locator("canvas").bounding_box()
     side = min(box["width"], box["height"]) - 16
@@ -55,19 +55,19 @@ def point_at(page, row: float, col: float) -> str:
 
 def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     page.evaluate("() => { window.pageSent = (content) => { window.asked = content; } }")
-    told = point_at(page, 0.25, 0.5 - 1 / 1024)
+    told = move_pointer(page, 0.25, 0.5 - 1 / 1024)
     assert "picture: row 128, column 255" in told
     assert "owner: tile 0, rank 0" in told
     assert "borrowed by rank 1: 12 bytes" in told
     assert "the output here depends on 3 × 3 px" in told
-    assert "no tile borrows it" in point_at(page, 0.25, 0.25)
-    assert "owner: tile 3, rank 3" in point_at(page, 0.75, 0.75)
+    assert "no tile borrows it" in move_pointer(page, 0.25, 0.25)
+    assert "owner: tile 3, rank 3" in move_pointer(page, 0.75, 0.75)
     assert page.evaluate("() => window.asked ?? null") is None
 
 
 @pytest.mark.nightly
 def test_the_sheets_of_other_widgets_change_nothing(page):
-    press(page, "t")
+    send_keys(page, "t")
     stage, offset = page.locator(".mpi4dl-stage"), "getComputedStyle(document.activeElement).outlineOffset"
     before = stage.bounding_box()
     page.add_style_tag(content=read_style("stepper.css", "timeline.css"))
@@ -89,7 +89,7 @@ def test_beside_the_picture_no_pixel_is_framed(page):
 
 def test_the_status_line_follows_the_layer_and_says_what_receptive_fields_wait_for(page):
     status, title = page.locator(".mpi4dl-status"), page.locator(".mpi4dl-title")
-    point_at(page, 0.25, 0.25)
+    move_pointer(page, 0.25, 0.25)
     expect(status).to_contain_text("owner: tile 0, rank 0")
     page.mouse.move(0, 0)
     expect(status).to_have_text(title.inner_text())
@@ -98,7 +98,7 @@ def test_the_status_line_follows_the_layer_and_says_what_receptive_fields_wait_f
     expect(status).to_have_text(title.inner_text())
     page.get_by_role("button", name="receptive fields").click()
     expect(status).to_contain_text("Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.")
-    press(page, "ArrowLeft")
+    send_keys(page, "ArrowLeft")
     expect(status).not_to_contain_text("wait for a pixel")
     expect(status).to_contain_text("the output here depends on")
 
@@ -153,14 +153,14 @@ def test_the_strip_scrubs_through_the_net(page, slicer):
 
 @pytest.mark.nightly
 def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
-    point_at(page, 0.25, 0.75)
+    move_pointer(page, 0.25, 0.75)
     page.mouse.down()
     page.mouse.up()
     expect(page.locator(".mpi4dl-words")).to_contain_text("Tile 1 (rank 1) owns 256 × 256 px")
-    press(page, "t", "t", "T", "t")
+    send_keys(page, "t", "t", "T", "t")
     page.wait_for_timeout(150)
     assert slicer.tile.value == 3
-    point_at(page, 0.25, 0.75)
+    move_pointer(page, 0.25, 0.75)
     page.mouse.down(button="right")
     page.mouse.up(button="right")
     page.wait_for_timeout(150)
@@ -170,7 +170,7 @@ def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
 
 @pytest.mark.nightly
 def test_zooming_keeps_what_is_under_the_pointer(page, slicer):
-    point_at(page, 0.3, 0.4)
+    move_pointer(page, 0.3, 0.4)
     for _ in range(12):
         page.mouse.wheel(0, -300)
     page.wait_for_timeout(600)
@@ -179,18 +179,18 @@ def test_zooming_keeps_what_is_under_the_pointer(page, slicer):
     assert abs(row - 0.3 * 512) < side
     assert abs(col - 0.4 * 512) < side
     assert "Shown: rows" in slicer.figure.alt
-    press(page, "0")
+    send_keys(page, "0")
     page.wait_for_timeout(600)
     assert slicer.view.place == []
 
 
 def test_keys_reach_every_pixel(page, slicer):
-    press(page, "h", *["+"] * 8)
+    send_keys(page, "h", *["+"] * 8)
     page.wait_for_timeout(300)
-    first = page.locator(".mpi4dl-tooltip").inner_text() or point_at(page, 0.5, 0.5)
-    press(page, "ArrowRight", "ArrowRight")
+    first = page.locator(".mpi4dl-tooltip").inner_text() or move_pointer(page, 0.5, 0.5)
+    send_keys(page, "ArrowRight", "ArrowRight")
     words = [page.locator(".mpi4dl-tooltip").inner_text()]
-    press(page, "ArrowRight")
+    send_keys(page, "ArrowRight")
     words.append(page.locator(".mpi4dl-tooltip").inner_text())
     columns = [int(re.search(r"column (\d+)", text)[1]) for text in words]
     assert columns[1] == columns[0] + 1
@@ -203,12 +203,12 @@ def test_keys_reach_every_pixel(page, slicer):
 
 
 def test_both_readings_and_receptive_fields(page, slicer):
-    press(page, "]", "]", "]", "]", "c", "f")
+    send_keys(page, "]", "]", "]", "]", "c", "f")
     page.wait_for_timeout(150)
     assert (slicer.view.reading, slicer.view.fields, slicer.view.layer) == ("picture", True, 4)
     assert page.get_by_role("button", name="receptive fields").get_attribute("aria-pressed") == "true"
     expect(page.locator(".mpi4dl-words")).to_contain_text("all pixels of the picture that its outputs read")
-    seen = re.search(r"depends on (\d+) × (\d+) px", point_at(page, 0.25, 0.25))
+    seen = re.search(r"depends on (\d+) × (\d+) px", move_pointer(page, 0.25, 0.25))
     assert int(seen[1]) > 3
     (_, seen_by_tile) = re.findall(r"0 above, (\d+) below", page.locator(".mpi4dl-words").inner_text())
     assert int(seen_by_tile) == int(seen[1]) // 2
@@ -224,14 +224,14 @@ def test_remarks_are_those_of_the_stage_that_the_layer_is_in(chromium):
     harness = PageHarness(chromium, slicer.view)
     shown = slicer.view.facts["layers"]
     for slicer.layer.value, layer in enumerate(shown):
-        harness.settle()
+        harness.advance()
         (remark,) = slicer.view.facts["remarks"][str(layer["stage"])][slicer.tile.value]
         expect(harness.page.locator(".mpi4dl-words")).to_contain_text(remark)
     harness.close()
 
 
 @pytest.mark.nightly
-def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer, monkeypatch):
+def test_what_cannot_be_read_is_reported_and_read_again_on_request(chromium, slicer, monkeypatch):
     encode, broken = module.encode_tile, [True]
 
     def encode_some(picture, level, row, col):
@@ -242,8 +242,8 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
     monkeypatch.setattr(module, "encode_tile", encode_some)
     slicer.view.place = []
     harness = PageHarness(chromium, slicer.view)
-    harness.settle(4)
-    press(harness.page, "h", *["+"] * 2)
+    harness.advance(4)
+    send_keys(harness.page, "h", *["+"] * 2)
     alert = harness.page.get_by_role("alert")
     expect(alert).to_contain_text("Parts of the picture stay coarse: the disk is gone")
     refilled = harness.page.evaluate(
@@ -260,8 +260,8 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
     broken[0] = False
     alert.get_by_role("button", name="read again").click()
     expect(alert).to_be_empty()
-    harness.settle(4)
-    point_at(harness.page, 0.5, 0.5)
+    harness.advance(4)
+    move_pointer(harness.page, 0.5, 0.5)
     expect(harness.page.locator(".mpi4dl-tooltip")).to_contain_text("red, green, blue")
     harness.close()
 
@@ -269,10 +269,10 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
 @pytest.mark.nightly
 def test_the_picture_follows_the_theme(chromium, slicer):
     harness = PageHarness(chromium, slicer.view)
-    harness.settle(4)
+    harness.advance(4)
     corner = "() => [...document.querySelector('canvas').getContext('2d').getImageData(1, 1, 1, 1).data]"
     harness.page.wait_for_timeout(500)  # until all tissue has come, and nothing else paints
-    harness.turn_dark()
+    harness.switch_to_dark()
     assert harness.page.evaluate(corner) == [0x2B, 0x2D, 0x31, 255]
     harness.close()
 
@@ -280,7 +280,7 @@ def test_the_picture_follows_the_theme(chromium, slicer):
 @pytest.mark.nightly
 def test_less_motion_and_a_narrow_page(chromium, slicer):
     harness = PageHarness(chromium, slicer.view, (480, 800), reduced_motion="reduce", color_scheme="dark")
-    harness.settle()
+    harness.advance()
     assert harness.page.evaluate("() => document.documentElement.scrollWidth") <= 480
     assert harness.page.locator("canvas").bounding_box()["height"] >= 320
     harness.close()
@@ -311,7 +311,7 @@ def test_a_predicted_map_lies_over_the_picture(chromium, save_picture: bool, tmp
     harness = PageHarness(chromium, slicer.view)
     page = harness.page
     expect(page.get_by_text("1 <tumour> 6%")).to_be_visible()
-    harness.settle(4)
+    harness.advance(4)
     over = [round((255 + part) / 2) for part in make_colours(2)[1].tolist()]
     beside = [round((255 + part) / 2) for part in make_colours(2)[0].tolist()]
     inside = [(4.2, 8.2), (7.8, 11.8), (6, 10)]  # close to the corners of its rectangle, and in its middle
@@ -320,8 +320,8 @@ def test_a_predicted_map_lies_over_the_picture(chromium, save_picture: bool, tmp
         for row, col in places:
             assert np.allclose(read_middle(page, row / 16, col / 16), colour, atol=2), (row, col)
     page.screenshot(path=str(tmp_path / "page.png"))
-    press(page, "o")
-    harness.settle(4)
+    send_keys(page, "o")
+    harness.advance(4)
     expect(page.get_by_role("button", name="predicted map")).to_have_attribute("aria-pressed", "false")
     assert np.allclose(read_middle(page, 6 / 16, 10 / 16), 255, atol=2)
     expect(page.get_by_text("1 <tumour> 6%")).to_have_count(0)

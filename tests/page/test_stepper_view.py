@@ -37,22 +37,22 @@ def stepper(cluster: Cluster) -> Iterator[Stepper]:
 @pytest.fixture
 def page(chromium: object, stepper: Stepper) -> Iterator[PageHarness]:
     found = PageHarness(chromium, stepper.view, reduced_motion="reduce")
-    found.settle()
+    found.advance()
     yield found
     found.close()
 
 
-def press(page: PageHarness, key: str) -> None:
+def send_key(page: PageHarness, key: str) -> None:
     """Press a key in the picture and wait until the page has its answer."""
     page.page.locator(".mpi4dl-stage").focus()
     page.page.keyboard.press(key)
     page.page.wait_for_function(f"!{SHOWN}.includes('running')")
-    page.settle(3)
+    page.advance(3)
 
 
 def read_badge(page: PageHarness) -> str:
     """Return where the page says it is in the record, after what was done last is drawn."""
-    page.settle(3)
+    page.advance(3)
     return page.page.evaluate(SHOWN)
 
 
@@ -73,23 +73,23 @@ def go_to(stepper: Stepper, kind: str, phase: str) -> None:
 def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper, page: PageHarness):
     places = [stepper.stepping.event.places]
     for _ in range(3):
-        press(page, "n")
+        send_key(page, "n")
         places.append(stepper.stepping.event.places)
     assert places[0] < places[1] < places[2] < places[3]
     assert read_badge(page) == "newest"
     badge = page.page.locator(".mpi4dl-badge")
     wide = badge.bounding_box()["width"]
-    press(page, "ArrowLeft")
+    send_key(page, "ArrowLeft")
     assert read_badge(page) == "recorded: 3 of 4"
     assert badge.bounding_box()["width"] == wide, "the title beside it stays in place"
-    press(page, "Home")
+    send_key(page, "Home")
     assert read_badge(page) == "recorded: 1 of 4"
     assert "nothing is done" in page.page.locator(".mpi4dl-step-title").inner_text()
     assert stepper.stepping.event.places == places[3], "going back undoes nothing on the ranks"
-    press(page, "ArrowRight")
+    send_key(page, "ArrowRight")
     assert stepper.stepping.event.places == places[3], "a recorded instruction is not run again"
-    press(page, "End")
-    press(page, "ArrowRight")
+    send_key(page, "End")
+    send_key(page, "ArrowRight")
     assert stepper.stepping.event.places > places[3]
     assert read_badge(page) == "newest"
 
@@ -97,7 +97,7 @@ def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper,
 @pytest.mark.nightly
 def test_keys_in_the_table_of_ranks_scroll_it(page: PageHarness):
     for key in ("n", "n", "ArrowLeft"):
-        press(page, key)
+        send_key(page, key)
     table = page.page.get_by_role("region", name="All ranks")
     assert table.get_attribute("data-lm-suppress-shortcuts") == "true"
     table.focus()
@@ -108,15 +108,15 @@ def test_keys_in_the_table_of_ranks_scroll_it(page: PageHarness):
 
 def test_the_focus_stays_where_it_is_used(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "forward")
-    page.settle(3)
+    page.advance(3)
     page.page.get_by_role("button", name="Next message").focus()
     page.page.keyboard.press("Enter")
-    page.settle()
+    page.advance()
     assert "message 2 of 12" in page.page.locator(".mpi4dl-strips").inner_text()
     assert page.page.evaluate("() => document.activeElement.title") == "Next message (])"
     page.page.keyboard.press("n")  # the next frame may have no message
     page.page.wait_for_function(f"!{SHOWN}.includes('running')")
-    page.settle(3)
+    page.advance(3)
     assert page.page.evaluate("() => Boolean(document.activeElement.closest('.mpi4dl-strips'))")
     wait_for_record(page, stepper)
     back = page.page.get_by_role("button", name="Back")
@@ -134,13 +134,13 @@ def test_the_focus_stays_where_it_is_used(stepper: Stepper, page: PageHarness):
 def test_the_picture_follows_the_theme(page: PageHarness):
     pixels = "() => document.querySelector('.mpi4dl-stage canvas').toDataURL()"
     light = page.page.evaluate(pixels)
-    page.turn_dark()
+    page.switch_to_dark()
     assert page.page.evaluate(pixels) != light
 
 
 @pytest.mark.nightly
 def test_a_walk_is_recorded_by_instruction(stepper: Stepper, page: PageHarness):
-    press(page, "p")
+    send_key(page, "p")
     wait_for_record(page, stepper)
     counts = [frame.meta["total"] for frame in stepper.record.frames]
     assert len(counts) > 4
@@ -150,7 +150,7 @@ def test_a_walk_is_recorded_by_instruction(stepper: Stepper, page: PageHarness):
 @pytest.mark.nightly
 def test_gradients_that_come_home_are_added_in_numbers(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "backward")
-    page.settle(3)
+    page.advance(3)
     table = """(at) => [...document.querySelectorAll('.mpi4dl-strips table')].map(
         (each) => Number(each.querySelector('tr').children[at].textContent.replaceAll('−', '-')))"""
     for at in range(1, 6):
@@ -162,17 +162,17 @@ def test_gradients_that_come_home_are_added_in_numbers(stepper: Stepper, page: P
 @pytest.mark.nightly
 def test_a_message_is_chosen_on_the_page_and_in_the_menu(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "forward")
-    press(page, "]")
+    send_key(page, "]")
     assert stepper.message.value == 1
     stepper.message.value = 4
-    page.settle(3)
+    page.advance(3)
     assert "message 5 of 12" in page.page.locator(".mpi4dl-strips").inner_text()
     assert "message 5 of 12" in stepper.figure.alt
 
 
 def test_a_pixel_is_read_by_pointer_and_by_keyboard(stepper: Stepper, page: PageHarness):
     whole = stepper.stepping.tensor("images")[0, 0]
-    press(page, "Shift+ArrowRight")
+    send_key(page, "Shift+ArrowRight")
     told = page.page.locator("[role=status]").inner_text()
     rank, row, column = (int(part.split()[-1]) for part in told.split(", ")[:3])
     assert rank == 0
@@ -180,7 +180,7 @@ def test_a_pixel_is_read_by_pointer_and_by_keyboard(stepper: Stepper, page: Page
     assert number == pytest.approx(float(whole[row, column]), rel=1e-2)
     box = page.page.locator(".mpi4dl-stage").bounding_box()
     page.page.mouse.move(box["x"] + 0.12 * box["width"], box["y"] + 0.3 * box["height"])
-    page.settle(2)
+    page.advance(2)
     assert page.page.locator(".mpi4dl-tooltip").inner_text().startswith("rank 0, row ")
 
 
@@ -195,7 +195,7 @@ def test_the_schedule_has_the_textures_of_the_timeline(page: PageHarness):
 
 @pytest.mark.nightly
 def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
-    press(page, "l")
+    send_key(page, "l")
     wait_for_record(page, stepper)
     frames = len(stepper.record.frames)
     box = page.page.locator(".mpi4dl-scrubber").bounding_box()
@@ -209,21 +209,21 @@ def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
 
 @pytest.mark.nightly
 def test_play_runs_the_step_to_its_end(stepper: Stepper, page: PageHarness):
-    press(page, "p")
+    send_key(page, "p")
     page.page.get_by_label("Speed").select_option("4")
     page.page.get_by_role("button", name="Play").click()
     page.page.wait_for_function("document.querySelector('.mpi4dl-step-title').textContent.includes('is done')")
-    page.settle(3)
+    page.advance(3)
     assert stepper.stepping.done
     assert page.page.get_by_role("button", name="Play").is_disabled()
 
 
-def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, page: PageHarness):
+def test_what_the_ranks_refuse_is_reported_and_stops_the_player(stepper: Stepper, page: PageHarness):
     stepper.stepping.close()
-    press(page, "n")
+    send_key(page, "n")
     page.page.wait_for_function("document.querySelector('[role=alert]').textContent.includes('restart()')")
     assert not page.page.locator(".mpi4dl-step-title").is_visible()
-    press(page, "r")
+    send_key(page, "r")
     assert read_badge(page) == "newest"
     assert stepper.trouble.text == ""
 
@@ -236,7 +236,7 @@ def test_a_button_is_answered_at_once_however_long_the_ranks_take(page: PageHarn
     assert button.is_disabled()
 
 
-def test_buttons_that_run_and_those_that_look_are_told_apart(stepper: Stepper, page: PageHarness):
+def test_buttons_that_run_differ_from_those_that_look(stepper: Stepper, page: PageHarness):
     groups = {name: page.page.get_by_role("group", name=name) for name in ("Run on the ranks", "Look at the record")}
     assert [each.inner_text() for each in groups["Run on the ranks"].get_by_role("button").all()] == [
         "Instruction", "Layer", "Micro-batch", "Phase", "To breakpoint", "Finish", "Restart",
@@ -261,7 +261,7 @@ def test_buttons_that_run_and_those_that_look_are_told_apart(stepper: Stepper, p
 
 def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Stepper, page: PageHarness):
     go_to(stepper, "all-reduce", "forward")
-    page.settle(3)
+    page.advance(3)
     table = page.page.locator(".mpi4dl-sum")
     assert table.locator("thead").inner_text().strip("\n").split("\t") == [
         "",
@@ -279,9 +279,9 @@ def test_a_sum_shows_what_each_rank_had_before_and_the_sum_after(stepper: Steppe
 @pytest.mark.nightly
 def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: PageHarness):
     for _ in range(2):
-        press(page, "f")
+        send_key(page, "f")
         assert read_badge(page) == "newest"
-    press(page, "r")
+    send_key(page, "r")
     assert stepper.stepping.event.places == (0,) * PLAN.ranks
 
 
@@ -298,7 +298,7 @@ def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: S
 def test_the_picture_of_the_saved_page_is_drawn_when_the_page_rests(stepper: Stepper, page: PageHarness):
     updates: list[str] = []
     stepper._still = type("Still", (), {"update": lambda _self, html: updates.append(html.data)})()
-    press(page, "n")
+    send_key(page, "n")
     wait_until(page, lambda: bool(updates))
     assert stepper.figure.alt == stepper.view.alt
     assert "<iframe" not in updates[-1], "the step is not finished"
@@ -318,14 +318,14 @@ def wait_until(page: PageHarness, test: Callable[[], bool]) -> None:
 @pytest.mark.nightly
 def test_motion_moves_and_ends(chromium: object, stepper: Stepper):
     moving = PageHarness(chromium, stepper.view)
-    moving.settle()
+    moving.advance()
     moving.page.get_by_label("Speed").select_option("0.25")
     go_to(stepper, "halo", "forward")
     canvas = moving.page.locator(".mpi4dl-stage canvas")
     first = canvas.screenshot()
     wait_until(moving, lambda: canvas.screenshot() != first)
     moving.page.wait_for_function("document.querySelector('[role=status]').textContent.includes('pixels have moved')")
-    moving.settle()
+    moving.advance()
     assert canvas.screenshot() == canvas.screenshot()
     moving.close()
 
@@ -333,5 +333,5 @@ def test_motion_moves_and_ends(chromium: object, stepper: Stepper):
 @pytest.mark.nightly
 def test_who_wants_less_motion_sees_the_end_at_once(stepper: Stepper, page: PageHarness):
     go_to(stepper, "halo", "forward")
-    page.settle()
+    page.advance()
     assert "pixels have moved" in page.page.locator("[role=status]").inner_text()

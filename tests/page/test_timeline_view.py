@@ -44,17 +44,17 @@ class TimelinePage:
         self.page = self.harness.page
         self.rows = self.page.get_by_role("application")
         self.status = self.page.get_by_role("status").last
-        self.harness.settle(4)
+        self.harness.advance(4)
 
-    def press(self, *keys: str) -> None:
+    def send_keys(self, *keys: str) -> None:
         for key in keys:
             self.page.keyboard.press(key)
             self.page.wait_for_timeout(200)  # it glides to what is shown next
 
-    def point(self, x: float, y: float) -> None:
+    def move_pointer(self, x: float, y: float) -> None:
         box = self.rows.bounding_box()
         self.page.mouse.move(box["x"] + x, box["y"] + y)
-        self.harness.settle()
+        self.harness.advance()
 
     @property
     def shown(self) -> str:
@@ -111,18 +111,18 @@ def test_what_cannot_be_shown_is_refused():
 def test_an_event_is_reached_and_described_by_keyboard(shown):
     view = shown.view
     shown.rows.focus()
-    shown.press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight")
+    shown.send_keys("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight")
     assert (view.event.rank, view.event.name, view.rank) == (0, "stage0.halo3", 0)
     said = shown.status.inner_text()
     for part in ("stage0.halo3", "halo, forward", "rank 0 (stage 0, tile 0)", "own time", "sends 2.0 KB", "predicted:"):
         assert part in said
-    shown.press("ArrowRight", "ArrowDown")
+    shown.send_keys("ArrowRight", "ArrowDown")
     assert view.event.rank == view.rank == 1
-    shown.press("Home")
+    shown.send_keys("Home")
     assert view.event.name == "stage0.compute0"
-    shown.press("End")
+    shown.send_keys("End")
     assert view.event.name == "stage0.halo39"
-    shown.press("Escape")
+    shown.send_keys("Escape")
     assert (view.selected, view.rank, view.event) == (-1, -1, None)
 
 
@@ -130,34 +130,34 @@ def test_keys_zoom_and_move_and_show_all_again(shown):
     whole = shown.shown
     assert whole.startswith("all ")
     shown.rows.focus()
-    shown.press("w", "w", "+")
+    shown.send_keys("w", "w", "+")
     closer = shown.shown
     assert " from " in closer
-    shown.press("d")
+    shown.send_keys("d")
     assert shown.shown != closer
     assert shown.shown.split(" from ")[0] == closer.split(" from ")[0]
-    shown.press("0")
+    shown.send_keys("0")
     assert shown.shown == whole
 
 
 def test_the_pointer_describes_selects_drags_and_zooms(shown):
-    shown.point(152, 40)
+    shown.move_pointer(152, 40)
     tooltip = shown.page.locator(".mpi4dl-tooltip")
     assert "stage0.compute0" in tooltip.inner_text()
     assert "stage0.compute0" in shown.status.inner_text()
     box = shown.rows.bounding_box()
     shown.page.mouse.click(box["x"] + 152, box["y"] + 40)
-    shown.harness.settle()
+    shown.harness.advance()
     assert shown.view.event.name == "stage0.compute0"
     shown.page.mouse.wheel(0, -400)
-    shown.harness.settle()
+    shown.harness.advance()
     zoomed = shown.shown
     assert " from " in zoomed
     shown.page.mouse.move(box["x"] + 600, box["y"] + 60)
     shown.page.mouse.down()
     shown.page.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
     shown.page.mouse.up()
-    shown.harness.settle()
+    shown.harness.advance()
     assert shown.shown != zoomed
     assert shown.view.event.name == "stage0.compute0"  # a drag is no click
 
@@ -165,10 +165,10 @@ def test_the_pointer_describes_selects_drags_and_zooms(shown):
 def test_a_click_on_a_bar_of_another_rank_moves_nothing(shown):
     box = shown.rows.bounding_box()
     shown.page.mouse.click(box["x"] + 152, box["y"] + 40)
-    shown.point(152, 105)
+    shown.move_pointer(152, 105)
     for _ in range(6):  # until the bar is longer than the view
         shown.page.mouse.wheel(0, -400)
-        shown.harness.settle()
+        shown.harness.advance()
     before = shown.shown
     shown.page.mouse.click(box["x"] + 152, box["y"] + 105)
     shown.page.wait_for_timeout(250)
@@ -179,20 +179,20 @@ def test_a_click_on_a_bar_of_another_rank_moves_nothing(shown):
 def test_a_rank_is_chosen_by_its_name(shown):
     box = shown.rows.bounding_box()
     shown.page.mouse.click(box["x"] + 30, box["y"] + 110)
-    shown.harness.settle()
+    shown.harness.advance()
     assert (shown.view.rank, shown.view.selected) == (1, -1)
 
 
 def test_a_search_finds_layers_and_kinds(shown):
     search = shown.page.get_by_role("searchbox")
     search.fill("blocks.1")
-    shown.harness.settle()
+    shown.harness.advance()
     assert shown.page.get_by_text("2 of 80 events").is_visible()
     search.press("Enter")
-    shown.harness.settle()
+    shown.harness.advance()
     first = shown.view.event
     search.press("Enter")
-    shown.harness.settle()
+    shown.harness.advance()
     assert {first.name, shown.view.event.name} == {"stage0.compute4"}
     assert {first.rank, shown.view.rank} == {0, 1}
     legend = shown.page.get_by_role("button", name="halo", exact=True)
@@ -211,7 +211,7 @@ def test_the_kernel_selects_and_replaces_what_is_shown(shown):
     view.selected = next(
         at for at, each in enumerate(view.timeline.events) if (each.rank, each.name[-3:]) == (1, "o11")
     )
-    shown.harness.settle(4)
+    shown.harness.advance(4)
     assert "stage0.halo11" in shown.status.inner_text()
     assert view.rank == 1
     shown.rows.focus()
@@ -227,7 +227,7 @@ def test_the_kernel_selects_and_replaces_what_is_shown(shown):
 def test_a_newer_step_that_differs_in_its_times_only_is_shown(shown):
     codes, before = shown.view.codes, shown.shown
     shown.view.show(make_timeline(2, 40, 3.0), PLAN, make_timeline(2, 40, 0.5))
-    shown.harness.settle(4)
+    shown.harness.advance(4)
     assert shown.view.codes == codes
     assert shown.shown != before
 
@@ -249,7 +249,7 @@ def test_texts_are_legible_in_both_themes(chromium, colours):
     ink, paper = ("#e8e8e8", "#111318") if colours == "dark" else ("#1f2328", "#ffffff")
     style = f"--jp-ui-font-color1: {ink}; --jp-layout-color0: {paper}; background: {paper}"
     page.page.evaluate("style => { document.body.style.cssText = style; }", style)
-    page.harness.settle(4)
+    page.harness.advance(4)
     seen = page.page.evaluate(
         """() => { const canvas = document.querySelector("canvas.mpi4dl-timeline-rows");
         const { data } = canvas.getContext("2d").getImageData(0, 28, 140, 60); let most = 0, least = 255;

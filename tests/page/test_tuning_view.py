@@ -46,7 +46,7 @@ def shown(chromium, found):
     view.words = pack_points(make_points(candidates, None, limit, too_large), limit)
     view.chosen = repr(candidates[0].plan)
     harness = PageHarness(chromium, view)
-    harness.settle(3)
+    harness.advance(3)
     yield view, harness.page, asked, harness
     harness.close()
 
@@ -82,12 +82,12 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     points = view.words["points"]
     order = sorted((at for at, each in enumerate(points) if each["number"]), key=lambda at: (points[at]["cost"][1], at))
     page.keyboard.press("ArrowRight")
-    harness.settle()
+    harness.advance()
     assert place(view) == order[min(order.index(0) + 1, len(order) - 1)]
     page.keyboard.press("Home")
     fastest = min((at for at, each in enumerate(points) if each["number"]), key=lambda at: points[at]["cost"][0])
     page.keyboard.press("ArrowDown")
-    harness.settle()
+    harness.advance()
     name = page.get_by_role("region", name="the chosen plan").get_by_role("heading").inner_text()
     assert name == f"{place(view) + 1}. {points[place(view)]['name']}"
     assert points[place(view)]["name"] in page.get_by_role("status").inner_text()
@@ -95,17 +95,17 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     asked.clear()
     page.keyboard.press("m")
     page.get_by_role("button", name="Measure this plan").click()
-    harness.settle()
+    harness.advance()
     assert asked == [("measure", view.chosen)] * 2
     assert fastest in order
     view.busy = True
-    harness.settle()
+    harness.advance()
     assert page.get_by_role("button", name="Measure this plan").is_disabled()
     assert page.evaluate("() => document.activeElement.textContent") == "Measure this plan"
     page.keyboard.press("Enter")
     page.get_by_role("application").focus()
     page.keyboard.press("m")
-    harness.settle()
+    harness.advance()
     assert len(asked) == 2
 
 
@@ -115,11 +115,11 @@ def test_a_click_chooses_a_plan_and_the_kernel_does(shown, found):
     marks = page.locator(".mpi4dl-tuning-chart .mpi4dl-tuning-point").last  # the measured one lies on top
     box = marks.locator(".measured").bounding_box()
     view.chosen = repr(candidates[-1].plan)
-    harness.settle()
+    harness.advance()
     panel = page.get_by_role("region", name="the chosen plan")
     assert "it does not <run>" in panel.inner_text()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    harness.settle()
+    harness.advance()
     assert view.chosen == repr(candidates[0].plan)
     assert "50% of what was predicted" in panel.inner_text()
     assert format_bytes(limit) in panel.inner_text()
@@ -137,9 +137,9 @@ def test_a_choice_names_its_plan_though_the_rows_are_sorted_anew(shown, found):
     harness.is_busy = False
     backwards = list(reversed(candidates))
     view.words = pack_points(make_points(backwards, None, limit, too_large), limit)
-    harness.settle()
+    harness.advance()
     page.keyboard.press("m")
-    harness.settle()
+    harness.advance()
     assert panel.inner_text().endswith(f". {name}")
     assert number != "1"
     assert asked == [("measure", repr(candidates[int(number) - 1].plan))]
@@ -149,17 +149,17 @@ def test_a_plan_that_does_not_fit_is_described_and_neither_chosen_nor_measured(s
     view, page, asked, harness = shown
     box = page.locator(".mpi4dl-tuning-chart .too-large .predicted").first.bounding_box()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    harness.settle()
+    harness.advance()
     panel = page.get_by_role("region", name="a plan that does not fit")
     assert panel.get_by_role("button", name="Measure this plan").is_disabled()
     page.get_by_role("application").focus()
     page.keyboard.press("m")
     page.keyboard.press("Enter")
-    harness.settle()
+    harness.advance()
     assert "cannot be measured: it does not fit" in page.get_by_role("status").inner_text()
     assert asked == []
     page.keyboard.press("Home")
-    harness.settle()
+    harness.advance()
     assert not panel.is_visible()
     assert asked == [("choose", view.chosen)]
 
@@ -178,10 +178,10 @@ def test_the_table_folds_and_chooses_by_keyboard(chromium, found):
     assert page.get_by_role("table").is_visible()
     page.get_by_role("radio", checked=True).focus()
     page.keyboard.press("ArrowDown")
-    harness.settle()
+    harness.advance()
     assert (rows.chosen, asked) == (plans[1], plans[1:2])
     rows.html, rows.chosen = format_table_html(found[0][:2], "plan"), plans[0]
-    harness.settle()
+    harness.advance()
     assert page.get_by_role("table").is_visible()  # what is open stays so
     assert page.get_by_role("radio").first.is_checked()
     harness.close()

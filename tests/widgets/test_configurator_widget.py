@@ -63,7 +63,7 @@ def test_a_knob_that_is_turned_is_a_plan_and_a_picture(chosen):
     assert chosen.forecast is None
 
 
-def blocks(view) -> list[dict[str, int]]:
+def read_blocks(view) -> list[dict[str, int]]:
     """What the page reads of the blocks of the ranks."""
     rows = np.frombuffer(view.blocks, "<i4").reshape(-1, len(BLOCK_COLUMNS))
     return [dict(zip(BLOCK_COLUMNS, row, strict=True)) for row in rows.tolist()]
@@ -73,7 +73,7 @@ def test_the_page_has_what_it_draws_of_each_rank_before_it_is_asked(chosen):
     chosen.knobs["slice_method"].value = "2x1"
     assert chosen.wait()
     view = chosen.view
-    assert [(each["rank"], each["stage"], each["top"], each["bottom"]) for each in blocks(view)] == [
+    assert [(each["rank"], each["stage"], each["top"], each["bottom"]) for each in read_blocks(view)] == [
         (0, 0, 0, 16), (1, 0, 16, 32), (2, 1, 0, 32)
     ]  # fmt: skip
     assert view.shape["facts"][:2] == (("3", "ranks"), ("2", "tiles of 16 x 32 px"))
@@ -87,7 +87,7 @@ def test_the_page_has_what_it_draws_of_each_rank_before_it_is_asked(chosen):
     assert view.loads["plan"] == view.shape["plan"] == view.gauges["plan"]
 
 
-def test_what_belongs_to_the_plan_before_can_be_told_until_the_new_one_is_counted(chosen, monkeypatch):
+def test_what_belongs_to_the_plan_before_is_marked_until_the_new_one_is_counted(chosen, monkeypatch):
     before, go_on = chosen.view.gauges["now"], Event()
     predict = module.PlanCache.predict_costs
     monkeypatch.setattr(module.PlanCache, "predict_costs", lambda *given: go_on.wait(20) and predict(*given))
@@ -234,7 +234,7 @@ def test_a_closed_one_ends_with_its_last_name_though_it_was_called_after_each_ce
 
 
 @pytest.mark.nightly
-def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown():
+def test_a_machine_that_cannot_run_the_model_is_reported_and_its_memory_still_shown():
     slow = replace(MACHINES["Summit"], name="no convolutions", speeds={})
     made = Configurator(resnet20_v1(), SHAPE, machine=slow)
     assert made.wait()
@@ -402,7 +402,7 @@ def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
     chosen.cluster = None
 
 
-def test_a_dead_rank_is_told():
+def test_a_dead_rank_is_reported():
     cluster = Cluster(5, backend="loopback").start()
     cluster.dead = "Rank 3: gone."
     text, button, _ = describe_cluster_fit(6, cluster)

@@ -16,7 +16,7 @@ from mpi4dl_nb.widgets.monitor import Monitor
 SCRIPTS = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js"))
 
 
-def drawing(alt: str) -> Drawing:
+def make_drawing(alt: str) -> Drawing:
     figure = Drawing(figsize=(1, 1))
     figure.alt = alt
     return figure
@@ -38,9 +38,9 @@ def test_a_slider_moves_its_value_into_a_new_span():
     assert (slider.value, slider.children[0].value) == (3, 3)
 
 
-def test_an_error_is_told_in_words_and_goes_with_the_next_success():
+def test_an_error_is_said_in_words_and_goes_with_the_next_success():
     instrument = Monitor()
-    instrument.view.show(drawing("a first figure"))
+    instrument.view.show(make_drawing("a first figure"))
     with instrument.show_errors():
         raise PlanError("parts=<3> cannot be")
     assert instrument.trouble.text == "parts=<3> cannot be"
@@ -54,7 +54,7 @@ def test_an_error_is_told_in_words_and_goes_with_the_next_success():
 
 def test_a_page_that_cannot_run_widgets_gets_the_figure_with_its_words():
     instrument = Monitor()
-    instrument.view.show(drawing("a picture of nothing"))
+    instrument.view.show(make_drawing("a picture of nothing"))
     bundle = instrument._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert 'alt="a picture of nothing"' in bundle["text/html"]

@@ -40,7 +40,7 @@ def training(cluster):
     made.close()
 
 
-def drawers() -> list[threading.Thread]:
+def list_drawers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "monitor"]
 
 
@@ -71,7 +71,7 @@ def test_a_fit_is_shown_as_it_was(training):
     assert "<b>done</b>" in monitor.numbers.value
     assert all(f"rank {rank}: stage" in monitor.tables.value for rank in range(3))
     assert monitor.stop.disabled
-    assert not drawers()
+    assert not list_drawers()
 
 
 @pytest.mark.nightly
@@ -113,7 +113,7 @@ def test_a_click_before_a_fit_stops_nothing(training):
     assert len(training.fit(IMAGES).losses) == 4
 
 
-def test_an_error_is_told_and_raised(training):
+def test_an_error_is_shown_and_raised(training):
     monitor = Monitor(training)
 
     def fail() -> None:
@@ -123,7 +123,7 @@ def test_an_error_is_told_and_raised(training):
     with pytest.raises(RuntimeError):
         training.fit(IMAGES)
     assert "ended by an error: a watcher of one&#x27;s own has failed" in monitor.numbers.value
-    assert not drawers()
+    assert not list_drawers()
 
 
 def test_after_a_recovery_with_fewer_ranks_it_shows_those_and_the_error_that_follows(training):
@@ -229,12 +229,12 @@ def test_what_cannot_be_drawn_does_not_end_a_training(training, monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     real = module.format_progress_html
 
-    def once_broken(progress):
+    def fail_while_running(progress):
         if progress.running and progress.losses:
             raise ValueError("no ink")
         return real(progress)
 
-    monkeypatch.setattr(module, "format_progress_html", once_broken)
+    monkeypatch.setattr(module, "format_progress_html", fail_while_running)
     Acts(monitor, 1, lambda: time.sleep(1.5))
     assert len(training.fit(IMAGES).losses) == 4
     assert "goes on: ValueError: no ink" in monitor.trouble.text

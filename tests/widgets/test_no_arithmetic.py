@@ -13,7 +13,7 @@ FILES = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.py"))
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
 
 
-def sums(source: str) -> list[int]:
+def find_sums(source: str) -> list[int]:
     """The lines that compute."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -25,10 +25,10 @@ def sums(source: str) -> list[int]:
 
 
 def test_arithmetic_is_found():
-    assert sums("a = b | c\nd = e + 1\nf += 1\ng = -1") == [2, 3]
-    assert sums("h = sum(i)") == [1]
+    assert find_sums("a = b | c\nd = e + 1\nf += 1\ng = -1") == [2, 3]
+    assert find_sums("h = sum(i)") == [1]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_widget_computes_nothing(file):
-    assert sums(file.read_text()) == []
+    assert find_sums(file.read_text()) == []

@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.widgets import slicer as module
-from tests.images.made_slides import shared
+from tests.images.made_slides import find_shared
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])
@@ -122,7 +122,7 @@ def test_the_figure_follows_the_view(slicer):
     assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, 2, tile=0).alt
 
 
-def test_the_receptive_field_of_a_pixel_is_told(slicer):
+def test_the_receptive_field_of_a_pixel_is_said(slicer):
     slicer.layer.value = 2
     slicer.view.fields = True
     slicer.pick(23, 29)
@@ -264,7 +264,7 @@ def test_a_slide_of_100000_px_is_read_from_the_level_that_fits():
 
 @pytest.mark.nightly
 def test_a_real_slide_is_sliced():
-    path = shared("CMU-1-Small-Region.svs")
+    path = find_shared("CMU-1-Small-Region.svs")
     pytest.importorskip("openslide")
     slicer = Slicer(path, PLAN, Net())
     rows, cols = slicer.rasters.picture.shape()

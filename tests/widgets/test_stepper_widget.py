@@ -31,31 +31,31 @@ def stepper(cluster) -> Iterator[Stepper]:
     found.close()
 
 
-def moved(stepper: Stepper) -> list[bool]:
+def list_moved(stepper: Stepper) -> list[bool]:
     return [rank.moved for rank in stepper.stepping.event.ranks]
 
 
 @pytest.mark.nightly
 def test_every_key_does_what_its_name_says(stepper: Stepper):
-    def act(key: str) -> None:
+    def send_key(key: str) -> None:
         stepper.view._handle_event(None, {"key": key}, [])
         assert stepper.trouble.text == stepper.view.trouble == ""
 
-    act("n")
+    send_key("n")
     assert stepper.stepping.event.places == (1, 1, 0)
-    act("l")
+    send_key("l")
     layers = {rank.did.layer for rank in stepper.stepping.event.ranks[:2]}
     assert layers == {"0"}
-    act("b")
+    send_key("b")
     assert stepper.stepping.event.ranks[0].did.kind == "halo"
-    act("m")
+    send_key("m")
     assert stepper.stepping.event.ranks[0].next.phase_name == "backward"
-    act("p")
+    send_key("p")
     assert {rank.did.phase_name for rank in stepper.stepping.event.ranks} == {"backward"}
-    act("f")
+    send_key("f")
     assert stepper.stepping.done
     assert stepper.stepping.training.steps == 1
-    act("r")
+    send_key("r")
     assert stepper.stepping.event.places == (0, 0, 0)
 
 
@@ -63,10 +63,10 @@ def test_one_rank_goes_on_or_the_next(stepper: Stepper):
     stepper._handle_key("n")
     stepper.of.value = 1
     stepper._handle_key("n")
-    assert moved(stepper) == [False, True, False]
+    assert list_moved(stepper) == [False, True, False]
     stepper.of.value = "next"
     stepper._handle_key("n")
-    assert moved(stepper) == [True, False, False]
+    assert list_moved(stepper) == [True, False, False]
 
 
 @pytest.mark.nightly
@@ -97,7 +97,7 @@ def test_the_gradient_of_what_is_shown(stepper: Stepper):
     assert stepper.show.value == "gradient"
 
 
-def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
+def test_what_cannot_be_done_is_reported_and_the_figure_stays(stepper: Stepper):
     stepper.rank.value, stepper.layer.value = 2, "0"
     before = stepper.figure
     stepper._handle_key("b")
@@ -124,7 +124,7 @@ def test_every_key_of_the_page_is_answered(stepper: Stepper, monkeypatch: pytest
         assert sent.pop() == {"answered": 0.75}
 
 
-def test_other_work_in_a_cell_is_told(stepper: Stepper, cluster):
+def test_other_work_in_a_cell_is_reported(stepper: Stepper, cluster):
     stepper._handle_key("l")
     cluster.call(lambda host: host.world.rank)
     stepper._handle_key("l")
