@@ -29,11 +29,11 @@ from mpi4dl_nb.training.loops import BatchLoop
 from mpi4dl_nb.training.progress import ProgressRecorder
 from mpi4dl_nb.training.recovery import choose_plan
 from mpi4dl_nb.training.training import Training
-from tests.chaos.faults import Fault, arm
-from tests.chaos.training import SHAPE, Heard, batches, model
+from tests.chaos.faults import Fault, schedule_fault
+from tests.chaos.training import SHAPE, Heard, make_batches, make_model
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=2, slice_method="vertical", parts=2, precision="float64")
-DATA = batches(4, seed=3)
+DATA = make_batches(4, seed=3)
 
 
 @pytest.fixture(scope="module", params=["loopback", "mpi"])
@@ -56,7 +56,7 @@ over_loopback = pytest.mark.parametrize("shared", ["loopback"], indirect=True)
 
 
 def training(cluster: Cluster) -> Training:
-    return Training(model(), PLAN, cluster, SHAPE)
+    return Training(make_model(), PLAN, cluster, SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def hurt(
 ) -> None:
     """After so many steps, at an instruction, a rank comes to harm."""
     at += steps * len(found.programs[rank].steps)
-    found.cluster.call(arm, Fault(kind, "rank", "step", rank, at, 0.0, tmp_path / "note", pause_s=pause_s))
+    found.cluster.call(schedule_fault, Fault(kind, "rank", "step", rank, at, 0.0, tmp_path / "note", pause_s=pause_s))
 
 
 def check(found: Training, losses: Any, undisturbed: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster
     """Some have moved their statistics, or their weights, and some have not."""
 
     def fitted(faulty: bool) -> tuple[Any, dict[str, torch.Tensor], Heard]:
-        found, heard = Training(model(), replace(PLAN, sync_batchnorm=sync_batchnorm), cluster, SHAPE), Heard()
+        found, heard = Training(make_model(), replace(PLAN, sync_batchnorm=sync_batchnorm), cluster, SHAPE), Heard()
         if faulty:
             hurt(found, "raise", tmp_path, steps=2, at=len(found.programs[1].steps) - 1)
         history = found.fit(
@@ -352,28 +352,28 @@ def test_fewer_ranks_compute_the_same(cluster):
     plan = choose_plan(training(cluster), 2)
     assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")
     random.seed(0)
-    both_ways = Training(model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
+    both_ways = Training(make_model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
     alone = choose_plan(both_ways, 1)
     assert (alone.ranks, alone.accumulate, alone.micro_batches) == (1, 2, 2)
-    three = Training(model(), Plan(split_size=1, spatial_size=0, data_parallel=3), cluster, SHAPE)
+    three = Training(make_model(), Plan(split_size=1, spatial_size=0, data_parallel=3), cluster, SHAPE)
     assert choose_plan(three, 1).accumulate == 3
 
 
 @over_loopback
 def test_where_each_tile_is_normalised_by_itself_the_tiles_stay(cluster):
     """Without them it would compute something else, and two directions cannot be normalised so."""
-    alone = Training(model(), Plan(split_size=3, spatial_size=0, sync_batchnorm=False), cluster, SHAPE)
+    alone = Training(make_model(), Plan(split_size=3, spatial_size=0, sync_batchnorm=False), cluster, SHAPE)
     plan = choose_plan(alone, 2)
     assert not plan.sync_batchnorm
     assert not plan.bidirectional
     assert all(grid.tiles == 1 for grid in plan.grids)
     tiles = Plan(split_size=1, num_spatial_parts=3, slice_method="1x3", sync_batchnorm=False)
     with pytest.raises(PlanError, match="No plan for 2 ranks"):
-        choose_plan(Training(model(), tiles, cluster, SHAPE), 2)
+        choose_plan(Training(make_model(), tiles, cluster, SHAPE), 2)
     # Two tiles of all layers are not the two tiles of the first stage: their norms would see other pixels.
     staged = Plan(split_size=2, num_spatial_parts=2, slice_method="vertical", sync_batchnorm=False)
     with pytest.raises(PlanError, match="No plan for 2 ranks"):
-        choose_plan(Training(model(), staged, cluster, SHAPE), 2)
+        choose_plan(Training(make_model(), staged, cluster, SHAPE), 2)
 
 
 @over_loopback
