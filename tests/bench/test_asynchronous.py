@@ -18,18 +18,18 @@ from tests.zoo import Skips
 TINY = ("--replicas", "2", "--steps", "2", "--image-size", "12", "--batch-size", "2", "--model", "tests.zoo:Skips")
 
 
-def studies(*flags: str, ranks: int) -> list[Asynchrony]:
+def parse_studies(*flags: str, ranks: int) -> list[Asynchrony]:
     return bench.parse_studies(bench.make_parser().parse_args(flags), ranks)
 
 
 def test_flags_make_a_study() -> None:
     flags = ("--mode", "server", "--max-staleness", "0", "--staleness-aware", "--slow", "2:0.1,0:3")
-    (study,) = studies(*flags, ranks=4)
+    (study,) = parse_studies(*flags, ranks=4)
     assert study == Asynchrony(max_staleness=0, staleness_aware=True, slow={2: 0.1, 0: 3.0})
 
 
 def test_of_all_modes_each_takes_what_concerns_it() -> None:
-    found = studies("--max-staleness", "2", "--average-every", "3", ranks=4)
+    found = parse_studies("--max-staleness", "2", "--average-every", "3", ranks=4)
     assert [study.mode for study in found] == list(MODES)
     assert [study.max_staleness for study in found] == [None, 2, None]
     assert [study.average_every for study in found] == [1, 1, 3]
@@ -46,7 +46,7 @@ REFUSED = {
 @pytest.mark.parametrize(("flags", "ranks", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_studied(flags: tuple[str, ...], ranks: int, message: str) -> None:
     with pytest.raises(PlanError) as raised:
-        studies(*flags, ranks=ranks)
+        parse_studies(*flags, ranks=ranks)
     assert message in str(raised.value)
 
 

@@ -34,13 +34,13 @@ SMALL = {
 }
 
 
-def small(study: BenchmarkStudy) -> BenchmarkStudy:
+def make_small_study(study: BenchmarkStudy) -> BenchmarkStudy:
     """Its last case, made short."""
     case = study.cases[-1]
     return replace(study, cases=(replace(case, arguments=(*case.arguments, *SMALL[case.arguments[1]])),))
 
 
-def kinds() -> dict[str, BenchmarkStudy]:
+def list_studies_by_command() -> dict[str, BenchmarkStudy]:
     """One study of each command."""
     return {study.cases[-1].arguments[1]: study for study in STUDIES}
 
@@ -52,7 +52,7 @@ def test_the_plan_of_a_case_is_for_its_ranks(case: BenchmarkCase):
     assert case.at is None or str(case.at) in (*case.arguments, str(case.ranks))
 
 
-def test_titles_and_names_are_told_apart():
+def test_titles_and_names_are_unique():
     titles = [study.title for study in STUDIES]
     assert len(set(titles)) == len(titles)
     for study in STUDIES:
@@ -63,7 +63,7 @@ def test_titles_and_names_are_told_apart():
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", SMALL)
 def test_real_lines_have_what_the_page_shows(kind: str, tmp_path, capsys):
-    study = small(kinds()[kind])
+    study = make_small_study(list_studies_by_command()[kind])
     found = measure_studies([study])
     rows = found.rows[study.title]
     assert rows
@@ -78,7 +78,7 @@ def test_real_lines_have_what_the_page_shows(kind: str, tmp_path, capsys):
     capsys.readouterr()
 
 
-def finding(ratio: float, spread: float = 0.0) -> BenchmarkResults:
+def make_results(ratio: float, spread: float = 0.0) -> BenchmarkResults:
     return BenchmarkResults({}, {"More ranks": [BenchmarkRow("2 ranks", 2, {"ratio": ratio, "spread": spread})]})
 
 
@@ -91,18 +91,17 @@ def finding(ratio: float, spread: float = 0.0) -> BenchmarkResults:
         (1.0, 0.7, 0.2, ["worse"]),
     ],
 )
-def test_what_is_more_than_noise_is_told(before: float, now: float, spread: float, told: list[str]):
+def test_what_is_more_than_noise_is_reported(before: float, now: float, spread: float, told: list[str]):
     study = next(study for study in STUDIES if study.title == "More ranks")
-    found = list(find_changes([study], finding(before), finding(now, spread)))
+    found = list(find_changes([study], make_results(before), make_results(now, spread)))
     assert [re.search("better|worse", text)[0] for text in found] == told
     less = replace(study, more_is_better=False)
     opposite = {"better": "worse", "worse": "better"}
-    assert [
-        re.search("better|worse", text)[0] for text in find_changes([less], finding(before), finding(now, spread))
-    ] == [opposite[word] for word in told]
+    found = list(find_changes([less], make_results(before), make_results(now, spread)))
+    assert [re.search("better|worse", text)[0] for text in found] == [opposite[word] for word in told]
 
 
-def line_of(case: BenchmarkCase) -> list[dict[str, object]]:
+def make_line(case: BenchmarkCase) -> list[dict[str, object]]:
     """As `bench step` prints it."""
     share = dict.fromkeys(("forward", "backward", "messages", "sums", "update"), 0.1) | {"waiting": 0.5}
     rates = {"images_per_s": 2.0, "one_process_images_per_s": 1.0, "ratio": 2.0 * case.ranks, "of_limit": 0.5}
@@ -110,7 +109,7 @@ def line_of(case: BenchmarkCase) -> list[dict[str, object]]:
 
 
 def test_the_command_writes_a_page_and_then_tells_what_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "measure_studies", lambda studies: measure_studies(studies, line_of))
+    monkeypatch.setattr(command, "measure_studies", lambda studies: measure_studies(studies, make_line))
     asked = ["--folder", str(tmp_path), "--only", "More ranks"]
     assert command.main(asked) == 0
     text = (tmp_path / "BENCHMARKS.md").read_text()
@@ -126,13 +125,13 @@ def test_the_command_writes_a_page_and_then_tells_what_changed(tmp_path, monkeyp
     assert "- More ranks, 1 rank: worse" in (tmp_path / "BENCHMARKS.md").read_text()
 
 
-def test_what_fails_is_told_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
-    def fails(case):
+def test_what_fails_is_reported_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
+    def fail_on_four_ranks(case):
         if case.ranks == 4:
             raise RankError("`bench step` on 4 ranks ended with 2: PlanError: no.")
-        return line_of(case)
+        return make_line(case)
 
-    monkeypatch.setattr(command, "measure_studies", lambda studies: measure_studies(studies, fails))
+    monkeypatch.setattr(command, "measure_studies", lambda studies: measure_studies(studies, fail_on_four_ranks))
     assert command.main(["--folder", str(tmp_path), "--only", "More ranks"]) == 1
     assert "`bench step` on 4 ranks ended with 2: PlanError: no." in capsys.readouterr().out
     text = (tmp_path / "BENCHMARKS.md").read_text()

@@ -43,9 +43,10 @@ def test_a_stage_sleeps_once_forward_and_twice_backward(monkeypatch: pytest.Monk
 
 
 def test_idle_is_what_is_neither_computed_nor_over():
-    def event(rank: int, kind: str, start_s: float, end_s: float) -> TimelineEvent:
+    def make_event(rank: int, kind: str, start_s: float, end_s: float) -> TimelineEvent:
         return TimelineEvent(rank, "x", kind, "forward", 0, start_s, end_s, 0)
 
     late = TimelineEvent(0, "update", "update", "update", 0, 4, 9, 0)
-    both = Timeline((event(0, "compute", 0, 2), event(0, "stage", 2, 4), event(1, "compute", 1, 4), late))
+    events = make_event(0, "compute", 0, 2), make_event(0, "stage", 2, 4), make_event(1, "compute", 1, 4)
+    both = Timeline((*events, late))
     assert both.idle == pytest.approx(1 - (2 / 4 + 3 / 4) / 2)

@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_so(bare, mpiexec):
     assert "There is no GPU" in done.stdout or json.loads(done.stdout.splitlines()[-1])["device"]
 
 
-def flags_of(command: Sequence[str]) -> Namespace:
+def parse_flags(command: Sequence[str]) -> Namespace:
     match list(command):
         case ["bench", "halo", *rest]:
             return Namespace(**vars(make_halo_case(make_halo_parser().parse_args(rest)).plan))
@@ -66,7 +66,7 @@ def flags_of(command: Sequence[str]) -> Namespace:
 @pytest.mark.parametrize("name", CHECKS)
 def test_each_check_is_a_command_for_its_ranks(name: str):
     ranks, command = CHECKS[name]
-    chosen = flags_of(command)
+    chosen = parse_flags(command)
     assert getattr(chosen, "way", "") == "in-turn" or options.make_plan(chosen).ranks == ranks
 
 

@@ -25,11 +25,11 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner
 
 
-def case(*flags: object) -> HaloCase:
+def make_case(*flags: object) -> HaloCase:
     return make_halo_case(make_halo_parser().parse_args([*map(str, flags), "--device", "cpu"]))
 
 
-def verdicts(wanted: HaloCase) -> list[bool]:
+def check_exchange(wanted: HaloCase) -> list[bool]:
     def work(world: LoopbackWorld) -> bool:
         return is_valid_exchange(world, make_halo_runner(wanted, world)[0])
 
@@ -50,34 +50,34 @@ SLICES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
 def test_uneven_tiles_are_valid(slices: tuple[object, ...]):
-    wanted = case(*UNEVEN, *slices)
-    assert verdicts(wanted) == [True] * wanted.plan.ranks
+    wanted = make_case(*UNEVEN, *slices)
+    assert check_exchange(wanted) == [True] * wanted.plan.ranks
 
 
-def forgets_borrowed_gradients(carrier: ExchangeRunner, grad: Tensor, source: Tensor) -> None:
+def drop_borrowed_gradients(carrier: ExchangeRunner, grad: Tensor, source: Tensor) -> None:
     source.grad = grad[..., *carrier.exchange.own.to_slices(carrier.exchange.window)].clone()
 
 
 def test_gradients_that_never_come_home_are_not_valid(monkeypatch):
     """What the predecessor does: the gradients of borrowed pixels are dropped."""
-    monkeypatch.setattr(halo, "run_backward", forgets_borrowed_gradients)
-    assert verdicts(case(*UNEVEN)) == [False] * 4
+    monkeypatch.setattr(halo, "run_backward", drop_borrowed_gradients)
+    assert check_exchange(make_case(*UNEVEN)) == [False] * 4
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 2, -1, -1), (0, 1, 5, 5)], ids=["corner", "last", "inside"])
 def test_one_wrong_pixel_is_not_valid(place: tuple[int, ...], monkeypatch):
-    def off_by_one(carrier: ExchangeRunner, source: Tensor | None) -> Tensor | None:
+    def run_forward_wrongly(carrier: ExchangeRunner, source: Tensor | None) -> Tensor | None:
         window = run_forward(carrier, source)
         window[place] += carrier.world.rank == 2
         return window
 
-    monkeypatch.setattr(halo, "run_forward", off_by_one)
-    assert verdicts(case(*UNEVEN)) == [False] * 4
+    monkeypatch.setattr(halo, "run_forward", run_forward_wrongly)
+    assert check_exchange(make_case(*UNEVEN)) == [False] * 4
 
 
 def test_a_pattern_is_the_same_wherever_it_is_cut():
     runner, _ = make_halo_runner(
-        case(*UNEVEN),
+        make_case(*UNEVEN),
         SimpleNamespace(rank=3, size=4, prepare=lambda sends, receives: None, can_access=lambda device: True),
     )
     exchange, cpu = runner.exchange, torch.device("cpu")
@@ -104,12 +104,12 @@ REFUSED = {
 @pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=[" ".join(map(str, flags)) for flags in REFUSED])
 def test_what_cannot_be_exchanged(flags: tuple[object, ...], message: str):
     with pytest.raises(PlanError, match=message):
-        make_halo_runner(case(*flags), SimpleNamespace(rank=0, size=4))
+        make_halo_runner(make_case(*flags), SimpleNamespace(rank=0, size=4))
 
 
 def test_one_tile_has_no_halo():
     with pytest.raises(PlanError, match="One tile has no neighbour to borrow from"):
-        make_halo_runner(case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
+        make_halo_runner(make_case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
 
 
 @pytest.mark.parametrize(("line", "right"), [({"valid": False}, False), ({"valid": True}, True), ({}, True)])

@@ -20,11 +20,11 @@ STRIPS = ("--split-size", "1", "--slice-method", "8x1")
 def test_the_largest_size_and_the_next(first: int, limit: int):
     tries: list[int] = []
 
-    def fits(size: int) -> bool:
+    def try_size(size: int) -> bool:
         tries.append(size)
         return size <= limit
 
-    assert search_largest(fits, first, 64, 4096) == (limit // 64 * 64, limit // 64 * 64 + 64)
+    assert search_largest(try_size, first, 64, 4096) == (limit // 64 * 64, limit // 64 * 64 + 64)
     assert len(tries) == len(set(tries)) <= 14
 
 

@@ -18,14 +18,14 @@ from mpi4dl_nb.engines.train.recipe import prepare
 BYTES_PER_S = 1e6
 
 
-def linked(world: LoopbackWorld) -> ThrottledWorld:
+def make_link(world: LoopbackWorld) -> ThrottledWorld:
     return ThrottledWorld(world, BYTES_PER_S)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_bytes_take_their_time_one_message_after_another(prepared: bool):
-    def seconds(world: LoopbackWorld) -> float:
-        link, other = linked(world), 1 - world.rank
+    def measure_seconds(world: LoopbackWorld) -> float:
+        link, other = make_link(world), 1 - world.rank
         start_s = time.perf_counter()
         link.barrier()  # nothing is sent before all have looked at the clock
         under_way = []
@@ -37,12 +37,12 @@ def test_bytes_take_their_time_one_message_after_another(prepared: bool):
         assert all(pending.is_completed() for pending in under_way)
         return time.perf_counter() - start_s
 
-    assert min(run_ranks(2, seconds)) >= 0.04
+    assert min(run_ranks(2, measure_seconds)) >= 0.04
 
 
 def test_the_link_works_while_the_rank_does_something_else():
-    def total_of(world: LoopbackWorld) -> float:
-        link = linked(world)
+    def compute_total(world: LoopbackWorld) -> float:
+        link = make_link(world)
         link.barrier()
         summed = torch.ones(5_000)
         total = all_reduce(link, summed, range(2))
@@ -54,7 +54,7 @@ def test_the_link_works_while_the_rank_does_something_else():
         assert total.is_completed()
         return summed.sum().item()
 
-    assert run_ranks(2, total_of) == [10_000, 10_000]
+    assert run_ranks(2, compute_total) == [10_000, 10_000]
 
 
 def test_the_bench_tells_how_much_of_halos_is_hidden():

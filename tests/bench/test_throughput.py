@@ -27,7 +27,7 @@ def test_each_rank_is_a_replica_unless_the_flags_say():
         make_throughput_recipe(make_throughput_parser().parse_args([*TINY, "--data-parallel", "1"]), 2)
 
 
-def printed(text: str) -> list[str]:
+def hide_speeds(text: str) -> list[str]:
     return [re.sub(r"\d+\.\d", "9.9", line) for line in text.splitlines()]
 
 
@@ -50,7 +50,7 @@ def test_the_familiar_lines(mpiexec):
     done = mpiexec(1, "-m", "mpi4dl_nb.engines", "bench", "throughput", *TINY, *counts)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
-    assert printed("\n".join(lines)) == LINES
+    assert hide_speeds("\n".join(lines)) == LINES
     line = json.loads(last)
     assert (line["model"], line["device"], line["ranks"], line["images_per_step"]) == ("resnet_v1", "CPU", 1, 4)
     assert (

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl_nb.cluster.cluster import Cluster
-from tests.chaos.faults import FAULTS, draw, family
+from tests.chaos.faults import FAULTS, draw, list_family
 from tests.chaos.kernel import Kernels
 from tests.chaos.training import PLAN
 from tests.chaos.trial import HANG_AFTER_S, Trial, Verdict
 
 
-def say(**facts: object) -> None:
+def print_line(**facts: object) -> None:
     """One line."""
     print(json.dumps(facts), flush=True)
 
@@ -33,13 +33,13 @@ def say(**facts: object) -> None:
 def tell(number: int, verdict: Verdict) -> None:
     """The line of one fault."""
     told = {} if verdict.told_s is None else {"told_s": round(verdict.told_s, 3)}
-    say(
+    print_line(
         number=number, fault=str(verdict.fault), happened=verdict.happened, **told, late=verdict.is_late,
         seconds=round(verdict.seconds, 1), wrong=verdict.wrong,
     )  # fmt: skip
 
 
-def summary(verdicts: Sequence[Verdict], left: Sequence[str], seconds: float) -> dict[str, object]:
+def make_summary(verdicts: Sequence[Verdict], left: Sequence[str], seconds: float) -> dict[str, object]:
     """Of all of them."""
     by_limit: dict[str, list[float]] = {"at once": [], "after hang_after_s": []}
     for verdict in verdicts:
@@ -82,9 +82,9 @@ def main(arguments: Sequence[str]) -> int:
             verdicts.append((kernels if fault.whom == "kernel" else trial).round(fault))
             tell(number, verdicts[-1])
         trial.close()
-    left = [f"{process.pid} {process.name()}" for process in family() if process.pid not in kernels.others]
-    line = summary(verdicts, left, time.monotonic() - start_s)
-    say(**line)
+    left = [f"{process.pid} {process.name()}" for process in list_family() if process.pid not in kernels.others]
+    line = make_summary(verdicts, left, time.monotonic() - start_s)
+    print_line(**line)
     return int(bool(line["wrong"] or line["late"] or left))
 
 

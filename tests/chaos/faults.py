@@ -87,7 +87,7 @@ class Images(SyntheticImages):
         """As of all synthetic images, after the fault."""
         self.parts += 1
         if self.fault and os.getpid() in self.fault.pids and self.parts > self.fault.at and not self.fault.is_noted:
-            strike(self.fault)
+            start_fault(self.fault)
         return super().part(index, tile, draw)
 
 
@@ -160,7 +160,7 @@ def draw(dice: random.Random, ranks: int, note: Path, kinds: Sequence[str] = ())
 # ---- who there is
 
 
-def family(name: str = "") -> list[psutil.Process]:
+def list_family(name: str = "") -> list[psutil.Process]:
     """The processes of a cluster, or of any cluster on this machine, whoever is their parent by now."""
     found = []
     for process in psutil.process_iter():
@@ -171,17 +171,17 @@ def family(name: str = "") -> list[psutil.Process]:
     return found
 
 
-def roles(name: str) -> dict[str, list[int]]:
+def find_roles(name: str) -> dict[str, list[int]]:
     """The pids of a cluster by what they are for; ranks, supervisors and nannies in the order of the ranks."""
     found: dict[str, list[tuple[int, int]]] = {}
-    for process in family(name):
+    for process in list_family(name):
         with suppress(psutil.Error):
             words, rank = " ".join(process.cmdline()), int(process.environ().get("OMPI_COMM_WORLD_RANK", 0))
-            found.setdefault(_role(words, process), []).append((rank, process.pid))
+            found.setdefault(_find_role(words, process), []).append((rank, process.pid))
     return {role: [pid for _, pid in sorted(pids)] for role, pids in found.items()}
 
 
-def _role(words: str, process: psutil.Process) -> str:
+def _find_role(words: str, process: psutil.Process) -> str:
     """A command line also holds that of what it starts, so that the outermost comes first."""
     if process.name() in ("prterun", "mpiexec"):
         return "mpiexec"
@@ -199,7 +199,7 @@ def _role(words: str, process: psutil.Process) -> str:
 
 
 @allow_during_step
-def arm(host: RankServer, fault: Fault) -> None:
+def schedule_fault(host: RankServer, fault: Fault) -> None:
     """Have the fault happen as its rank comes to the event. Called on all ranks; each one raises by itself."""
     if host.world.rank not in ((fault.rank, *fault.others) if fault.kind == "raise" else (fault.rank,)):
         return
@@ -207,48 +207,48 @@ def arm(host: RankServer, fault: Fault) -> None:
 
     def count() -> None:
         if left[0] == 0:
-            disarm(host)
+            cancel_faults(host)
             time.sleep(fault.pause_s)
-            strike(fault)
+            start_fault(fault)
         left[0] -= 1
 
     if fault.when == "step":
         for training in host.get_kept(RankTraining).values():
-            _before(training.worker, "step", count)
+            _call_before(training.worker, "step", count)
     else:
-        _while_it_says(host.board, _WORDS[fault.when], count)
+        _count_reports(host.board, _WORDS[fault.when], count)
 
 
-def _before(worker: Worker, name: str, count: Callable[[], None]) -> None:
+def _call_before(worker: Worker, name: str, count: Callable[[], None]) -> None:
     act = getattr(worker, name)
 
-    def counted() -> Any:
+    def count_and_act() -> Any:
         count()
         return act()
 
-    setattr(worker, name, counted)
+    setattr(worker, name, count_and_act)
 
 
-def _while_it_says(board: StatusBoard, word: bytes, count: Callable[[], None]) -> None:
+def _count_reports(board: StatusBoard, word: bytes, count: Callable[[], None]) -> None:
     """Count what is written on the board while the rank does what has this word in its name."""
     at, waits, inside = board.report, board.report_waiting, [False]
 
-    def at_place(text: bytes, step: int = 0) -> None:
+    def report_and_count(text: bytes, step: int = 0) -> None:
         at(text, step)
         inside[0] = word in text or (inside[0] and bool(text))
         if inside[0]:
             count()
 
-    def at_message(now: bool) -> None:
+    def report_waiting_and_count(now: bool) -> None:
         waits(now)
         if inside[0]:
             count()
 
-    board.report, board.report_waiting = at_place, at_message  # type: ignore[method-assign]
+    board.report, board.report_waiting = report_and_count, report_waiting_and_count  # type: ignore[method-assign]
 
 
 @allow_during_step
-def disarm(host: RankServer) -> None:
+def cancel_faults(host: RankServer) -> None:
     """No fault happens any more that has not."""
     for each in (host.board, *(training.worker for training in host.get_kept(RankTraining).values())):
         for name in ("report", "report_waiting", "step"):
@@ -256,12 +256,12 @@ def disarm(host: RankServer) -> None:
 
 
 @allow_during_step
-def speak(host: RankServer) -> None:
+def wait_for_all(host: RankServer) -> None:
     """Wait for all ranks, by MPI."""
     host.world.barrier()
 
 
-def strike(fault: Fault) -> None:
+def start_fault(fault: Fault) -> None:
     """Have it happen now, to `pids` or to this process."""
     if not fault.is_noted:
         fault.note.write_text(repr(time.time()))
@@ -303,19 +303,19 @@ def give_back(pids: Sequence[int]) -> None:
                 psutil.Process(pid).rlimit(kind, (most, most))
 
 
-def _reapers(notebook: int, name: str) -> list[int]:
+def _find_reapers(notebook: int, name: str) -> list[int]:
     """It is none of the cluster's processes, which it ends, but a child of the notebook that knows the name."""
     children = psutil.Process(notebook).children()
     return [each.pid for each in children if {"hold", name} <= set(each.cmdline())]
 
 
-def aimed(fault: Fault, name: str) -> Fault:
+def add_targets(fault: Fault, name: str) -> Fault:
     """At the processes of this cluster that it is for."""
-    found = roles(name)
+    found = find_roles(name)
     ranks = [fault.rank, *fault.others] if fault.whom in ("rank", "ranks") else [fault.rank]
     known = {
         "notebook": [fault.notebook],
-        "reaper": _reapers(fault.notebook, name),
+        "reaper": _find_reapers(fault.notebook, name),
         **{each: found.get(each, []) for each in _NUMBERLESS},
     }
     targets = []

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.training.training import Training
-from tests.chaos.faults import SIGNALS, Fault, Images, family
-from tests.chaos.training import PLAN, SHAPE, model
+from tests.chaos.faults import SIGNALS, Fault, Images, list_family
+from tests.chaos.training import PLAN, SHAPE, make_model
 from tests.chaos.trial import GONE_S, HANG_AFTER_S, Verdict
 from tests.mpi import mpi_environment
 
@@ -33,17 +33,17 @@ class Kernels:
     """Judges such faults; `others` are the processes of clusters that were here before."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.others = folder / "kernel", {process.pid for process in family()}
+        self.folder, self.others = folder / "kernel", {process.pid for process in list_family()}
         self._wanted: dict[str, torch.Tensor] = {}
 
     def round(self, fault: Fault) -> Verdict:
         """One training that is hurt once."""
         start_s, verdict = time.monotonic(), Verdict(fault)
         shutil.rmtree(self.folder, ignore_errors=True)
-        process = self._started()
+        process = self._start_process()
         self._await(process, fault)
         with_it = {each.pid for each in psutil.Process(process.pid).children(recursive=True)}
-        mine = [each for each in family() if each.pid in with_it]
+        mine = [each for each in list_family() if each.pid in with_it]
         fault.note.write_text(repr(time.time()))
         process.send_signal(SIGNALS[fault.kind])
         if fault.kind == "stop":
@@ -55,13 +55,13 @@ class Kernels:
             self._check_end(process, said, verdict)
             left = psutil.wait_procs(mine, timeout=GONE_S)[1]
             verdict.wrong += [f"left: {[each.name() for each in left]}"] * bool(left)
-            said = self._end(again := self._started(), verdict)
+            said = self._end(again := self._start_process(), verdict)
             verdict.wrong += [f"it did not go on: {said[-500:]}"] * bool(again.returncode)
         self._compare(verdict)
         verdict.seconds = time.monotonic() - start_s
         return verdict
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.kernel", self.folder], text=True, env=mpi_environment(),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -96,10 +96,10 @@ class Kernels:
     def _compare(self, verdict: Verdict) -> None:
         if not self._wanted:
             with Cluster(PLAN.ranks, backend="loopback") as cluster:
-                training = Training(model(), PLAN, cluster, SHAPE)
+                training = Training(make_model(), PLAN, cluster, SHAPE)
                 training.fit(Images(), steps=STEPS, progress=False)
                 self._wanted = training.state_dict()
-        saved = _saved(self.folder)
+        saved = _list_saved(self.folder)
         found = load_file(saved[-1] / "model.safetensors") if saved else {}
         unequal = [
             name for name, tensor in self._wanted.items() if not torch.equal(found.get(name, torch.empty(0)), tensor)
@@ -107,7 +107,7 @@ class Kernels:
         verdict.wrong += [f"other weights: {unequal}"] * bool(unequal)
 
 
-def _saved(folder: Path) -> list[Path]:
+def _list_saved(folder: Path) -> list[Path]:
     return list_checkpoints(folder) if folder.is_dir() else []
 
 
@@ -130,8 +130,8 @@ class _Told:
 def main(folder: Path) -> None:
     """A training of so many steps, from where it is saved."""
     with Cluster(PLAN.ranks, hang_after_s=HANG_AFTER_S) as cluster:
-        training = Training(model(), PLAN, cluster, SHAPE)
-        if _saved(folder):
+        training = Training(make_model(), PLAN, cluster, SHAPE)
+        if _list_saved(folder):
             training.load(folder)
         if training.steps < STEPS:
             training.fit(Images(), steps=STEPS, progress=False, save=folder, save_every=1, monitor=_Told())

@@ -22,24 +22,24 @@ from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.server.rank_server import RankServer
 from mpi4dl_nb.training.training import Training
-from tests.chaos.faults import Images, family
-from tests.chaos.training import SHAPE, model
+from tests.chaos.faults import Images, list_family
+from tests.chaos.training import SHAPE, make_model
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=2, slice_method="vertical", parts=2, precision="float64")
 MORE = {"memory_mb": 10.0, "files": 0.5, "threads": 0.5, "shared_mb": 0.5, "folder_kb": 8.0}
 """How much more is taken for the same, of all processes together."""
 
 
-def standing(cluster: Cluster) -> dict[str, float]:
+def measure_usage(cluster: Cluster) -> dict[str, float]:
     """What the cluster and this process hold now."""
     place = cluster._ranks._place
-    processes = [psutil.Process(), *family(place.name)]
+    processes = [psutil.Process(), *list_family(place.name)]
     return {
         "memory_mb": sum(process.memory_info().rss for process in processes) / 1e6,
         "files": sum(process.num_fds() for process in processes),
         "threads": sum(process.num_threads() for process in processes),
-        "shared_mb": _bytes(Path("/dev/shm")) / 1e6,
-        "folder_kb": _bytes(place.home) / 1e3,
+        "shared_mb": _measure_bytes(Path("/dev/shm")) / 1e6,
+        "folder_kb": _measure_bytes(place.home) / 1e3,
     }
 
 
@@ -54,7 +54,7 @@ def use_names(_: RankServer, count: int) -> None:
         compile(f"_{number}_result = _{number}_f(*_{number}_args, **_{number}_kwargs)", "names", "exec")
 
 
-def _bytes(folder: Path) -> int:
+def _measure_bytes(folder: Path) -> int:
     """Of all files, as much of them as there is."""
     found = 0
     for path in folder.rglob("*"):
@@ -63,7 +63,7 @@ def _bytes(folder: Path) -> int:
     return found
 
 
-def grown(seen: Sequence[dict[str, float]]) -> dict[str, float]:
+def compute_growth(seen: Sequence[dict[str, float]]) -> dict[str, float]:
     """By how much the last quarter is above the second one, by their medians."""
     quarter = len(seen) // 4
     before, after = seen[quarter : 2 * quarter], seen[-quarter:]
@@ -79,15 +79,15 @@ def main(arguments: Sequence[str]) -> int:
     chosen = flags.parse_args(arguments)
     seen: list[dict[str, float]] = []
     with Cluster(PLAN.ranks) as cluster:
-        training = Training(model(), PLAN, cluster, SHAPE)
+        training = Training(make_model(), PLAN, cluster, SHAPE)
         cluster.call(use_names, 600_000)
         start_s = time.monotonic()
         while (now_s := time.monotonic() - start_s) < 60 * chosen.minutes:
             while time.monotonic() - start_s < now_s + chosen.every_s:
                 training.fit(Images(), steps=20, progress=False)
-            seen.append(standing(cluster))
+            seen.append(measure_usage(cluster))
             print(json.dumps({"minute": round(now_s / 60, 1), "steps": training.steps, **seen[-1]}), flush=True)
-    more = grown(seen)
+    more = compute_growth(seen)
     flat = all(more[name] <= most for name, most in MORE.items())
     print(json.dumps({"flat": flat, "steps": training.steps, "grown": more, "last": seen[-1]}), flush=True)
     return int(not flat)

@@ -9,7 +9,7 @@ import pytest
 
 from mpi4dl_nb.cluster.cluster import Cluster
 from tests.chaos.faults import FAULTS, Fault, draw
-from tests.chaos.training import PLAN, batches
+from tests.chaos.training import PLAN, make_batches
 from tests.chaos.trial import HANG_AFTER_S, Trial, Verdict
 
 
@@ -28,7 +28,7 @@ def test_a_seed_draws_the_same_faults_and_any_fault_is_drawn(tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "after_s", "late"), [("kill", 0.9, False), ("kill", 1.1, True), ("stop", 4.9, False), ("stop", 5.1, True)]
 )
-def test_what_is_told_too_late_is_late(tmp_path: Path, kind: str, after_s: float, late: bool):
+def test_what_is_reported_too_late_is_late(tmp_path: Path, kind: str, after_s: float, late: bool):
     fault = Fault(kind, "rank", "step", 1, 0, 0.0, tmp_path / "note")
     fault.note.write_text("100.0")
     verdict = Verdict(fault)
@@ -64,7 +64,7 @@ FEW = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", FEW)
-def test_a_fault_is_told_and_nothing_is_wrong(trial: Trial, tmp_path: Path, fault: str):
+def test_a_fault_is_reported_and_nothing_is_wrong(trial: Trial, tmp_path: Path, fault: str):
     verdict = trial.round(draw(random.Random(1), PLAN.ranks, tmp_path / "note", [fault]))
     assert verdict.happened
     assert verdict.told_s is not None
@@ -77,8 +77,8 @@ def test_what_is_wrong_is_found(trial: Trial, tmp_path: Path):
     fault = draw(random.Random(1), PLAN.ranks, tmp_path / "note", ["raise:rank:step"])
     fault.note.write_text("100.0")
     other = Verdict(fault, told_s=0.1, texts=["Rank 9: ValueError"])
-    trial.reference.step(*batches(1, seed=0)[0])
-    trial._judge(other)
+    trial.reference.step(*make_batches(1, seed=0)[0])
+    trial._check_round(other)
     assert other.wrong[0].startswith("told of others: Rank 9")
     assert any(text.startswith("other weights") for text in other.wrong)
     assert any("steps instead of" in text for text in other.wrong)

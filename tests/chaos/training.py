@@ -13,7 +13,7 @@ PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, parts=2, precisio
 SHAPE = (2, 3, 32, 32)
 
 
-def model() -> nn.Module:
+def make_model() -> nn.Module:
     """Halos, sums over tiles, and a stage behind them."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -23,7 +23,7 @@ def model() -> nn.Module:
     )  # fmt: skip
 
 
-def batches(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def make_batches(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Of noise."""
     made = torch.Generator().manual_seed(seed)
     return [(torch.rand(SHAPE, generator=made), torch.randint(0, 4, (SHAPE[0],), generator=made)) for _ in range(count)]

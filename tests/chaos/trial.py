@@ -28,8 +28,20 @@ from mpi4dl_nb.launch.reaper_process import MARK, is_running
 from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.planning.plan_tuner import PlanTuner
 from mpi4dl_nb.training.training import Training
-from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, speak, strike
-from tests.chaos.training import PLAN, SHAPE, Heard, model
+from tests.chaos.faults import (
+    HELPERS,
+    Fault,
+    Images,
+    add_targets,
+    cancel_faults,
+    find_roles,
+    give_back,
+    list_family,
+    schedule_fault,
+    start_fault,
+    wait_for_all,
+)
+from tests.chaos.training import PLAN, SHAPE, Heard, make_model
 
 HANG_AFTER_S = 3.0
 STEPS = 3  # of a round
@@ -88,16 +100,16 @@ class Trial:
     """A training, its reference in threads that no fault befalls, and the verdicts so far."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.training, self.heard, self.folder = Training(model(), PLAN, cluster, SHAPE), Heard(), folder
-        self.reference = Training(model(), PLAN, Cluster(PLAN.ranks, backend="loopback").start(), SHAPE)
+        self.training, self.heard, self.folder = Training(make_model(), PLAN, cluster, SHAPE), Heard(), folder
+        self.reference = Training(make_model(), PLAN, Cluster(PLAN.ranks, backend="loopback").start(), SHAPE)
         self.verdict: Verdict | None = None
         self._names: set[str] = set()
         self._began_to_heal: Callable[[], None] = lambda: None
-        self._tuner = PlanTuner(model(), SHAPE, cluster)
+        self._tuner = PlanTuner(make_model(), SHAPE, cluster)
         self._watch(cluster)
         # Ranks import this folder, and all that it needs, here: on a busy machine that takes longer than the limit.
         limit_s, cluster.hang_after_s = cluster.hang_after_s, None
-        cluster.call(disarm)
+        cluster.call(cancel_faults)
         cluster.hang_after_s = limit_s
         self.training.save(folder)
         self._state: dict[str, Tensor] = self.training.state_dict()
@@ -107,23 +119,23 @@ class Trial:
         start_s = time.monotonic()
         cluster, target = self.training.cluster, self.training.steps + STEPS
         self._names.add(cluster._ranks._place.name)
-        fault = aimed(fault, cluster._ranks._place.name)
+        fault = add_targets(fault, cluster._ranks._place.name)
         self.verdict = verdict = Verdict(fault)
         signal.alarm(_ROUND_S)
-        with self._thrown(fault):
+        with self._schedule_fault(fault):
             operation = {
                 "save": self._save, "load": self._load, "start": self._restart, "calibrate": self._calibrate,
                 "verify": self._verify, "tune": self._tune, "predict": self._predict,
             }  # fmt: skip
             if act := operation.get(fault.when):
-                self._do(act)
-            while self.training.steps < target or not self._do(self._look):
+                self._run_or_heal(act)
+            while self.training.steps < target or not self._run_or_heal(self._look):
                 if self.training.steps < target:
-                    self._do(lambda: self._fit(fault))
+                    self._run_or_heal(lambda: self._fit(fault))
         signal.alarm(0)
         verdict.happened = fault.is_noted
         self.reference.fit(Images(), steps=STEPS, progress=False)
-        self._judge(verdict)
+        self._check_round(verdict)
         verdict.seconds = time.monotonic() - start_s
         return verdict
 
@@ -133,7 +145,7 @@ class Trial:
 
     # ---- what is done while it happens
 
-    def _do(self, act: Callable[[], object]) -> bool:
+    def _run_or_heal(self, act: Callable[[], object]) -> bool:
         """Whether it comes to its end. If a failure is told, the cluster is healed, and the training is whole again."""
         try:
             act()
@@ -155,19 +167,19 @@ class Trial:
         cluster, fault = self.training.cluster, self.verdict.fault
         if fault.is_noted and self.verdict.told_s is None:
             if "cut" in fault.kind:  # MPI ends a rank that has lost its connection, once the rank speaks
-                self._wait_while(lambda: self._speak() == PLAN.ranks)
+                self._wait_while(lambda: self._count_ranks() == PLAN.ranks)
             elif fault.kind == "terminate" and fault.whom in HELPERS:
-                asked = [process for process in family(cluster._ranks._place.name) if process.pid in fault.pids]
+                asked = [process for process in list_family(cluster._ranks._place.name) if process.pid in fault.pids]
                 self._wait_while(lambda: any(map(is_running, asked)))
-        give_back([pid for pids in roles(cluster._ranks._place.name).values() for pid in pids])
-        cluster.call(disarm)
+        give_back([pid for pids in find_roles(cluster._ranks._place.name).values() for pid in pids])
+        cluster.call(cancel_faults)
         self._state = self.training.state_dict()
 
-    def _speak(self) -> int:
+    def _count_ranks(self) -> int:
         """Have all ranks speak with each other by MPI, and return how many there are then."""
         cluster = self.training.cluster
-        cluster.call(speak)
-        return len(roles(cluster._ranks._place.name).get("rank", ()))
+        cluster.call(wait_for_all)
+        return len(find_roles(cluster._ranks._place.name).get("rank", ()))
 
     def _wait_while(self, is_whole: Callable[[], bool]) -> None:
         """Wait a few seconds at most until something has ended: before that there is nothing to tell."""
@@ -196,7 +208,7 @@ class Trial:
     def _calibrate(self) -> None:
         cluster, call = self.training.cluster, self.training.cluster.call
 
-        def noted(*args: object, **kwargs: object) -> object:
+        def call_and_record(*args: object, **kwargs: object) -> object:
             begin_s = time.time()
             try:
                 return call(*args, **kwargs)
@@ -204,7 +216,7 @@ class Trial:
                 self.verdict.asked_s = self.verdict.asked_s or begin_s
                 raise
 
-        with patch.object(cluster, "call", noted):
+        with patch.object(cluster, "call", call_and_record):
             cluster.calibrate(again=True, quick=True, accept_noise=True, progress=False)
 
     def _verify(self) -> None:
@@ -228,45 +240,45 @@ class Trial:
     # ---- how it is made to happen
 
     @contextmanager
-    def _thrown(self, fault: Fault) -> Iterator[None]:
+    def _schedule_fault(self, fault: Fault) -> Iterator[None]:
         """Within it the fault happens, at its own time."""
         cluster = self.training.cluster
         match fault.when:
             case "idle":
-                strike(fault)
+                start_fault(fault)
                 time.sleep(fault.delay_s)
             case "start":
-                self._strike_later(fault)
+                self._start_fault_later(fault)
             case "heal":
                 first = replace(fault, kind="kill", whom="rank", when="step", note=fault.note.with_name("first"))
                 first.note.unlink(missing_ok=True)
-                cluster.call(arm, aimed(first, cluster._ranks._place.name))
-                self._began_to_heal = lambda: self._strike_later(fault)
+                cluster.call(schedule_fault, add_targets(first, cluster._ranks._place.name))
+                self._began_to_heal = lambda: self._start_fault_later(fault)
             case "reader":
                 pass
             case _:
-                cluster.call(arm, fault)
+                cluster.call(schedule_fault, fault)
         try:
             yield
         finally:
             self._began_to_heal = lambda: None
 
-    def _strike_later(self, fault: Fault) -> None:
+    def _start_fault_later(self, fault: Fault) -> None:
         """At a process of the next cluster, some time after it has come."""
         self._began_to_heal = lambda: None
-        before = {process.pid for process in family()}
+        before = {process.pid for process in list_family()}
 
-        def wait_and_strike() -> None:
+        def wait_and_start_fault() -> None:
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
-                for name in _get_names(process for process in family() if process.pid not in before):
-                    if (now := aimed(fault, name)).pids and not before.intersection(now.pids):
+                for name in _get_names(process for process in list_family() if process.pid not in before):
+                    if (now := add_targets(fault, name)).pids and not before.intersection(now.pids):
                         time.sleep(2 * fault.delay_s)
-                        strike(now)
+                        start_fault(now)
                         return
                 time.sleep(0.05)
 
-        threading.Thread(target=wait_and_strike, daemon=True).start()
+        threading.Thread(target=wait_and_start_fault, daemon=True).start()
 
     # ---- how it is judged
 
@@ -274,22 +286,22 @@ class Trial:
         """Note when something is told: a failure that is healed then, or a checkpoint that could not be written."""
         heal, write = cluster.heal, tqdm.write
 
-        def watched(fewer: bool = False) -> Cluster:
+        def heal_and_record(fewer: bool = False) -> Cluster:
             if self.verdict:
                 self.verdict.tell("", time.time())
                 give_back(self.verdict.fault.pids)
             self._began_to_heal()
             return heal(fewer)
 
-        def written(text: str, *args: object, **kwargs: object) -> None:
+        def write_and_record(text: str, *args: object, **kwargs: object) -> None:
             if self.verdict and text.startswith("Not saved"):
                 self.verdict.tell(text, time.time())
                 give_back(self.verdict.fault.pids)
             write(text, *args, **kwargs)
 
-        cluster.heal, tqdm.write = watched, written  # type: ignore[method-assign]
+        cluster.heal, tqdm.write = heal_and_record, write_and_record  # type: ignore[method-assign]
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _check_round(self, verdict: Verdict) -> None:
         fault, name = verdict.fault, self.training.cluster._ranks._place.name
         verdict.texts += [event.text for event in self.heard.healed]
         self.heard.healed.clear()
@@ -302,7 +314,7 @@ class Trial:
         if not fault.is_noted and told and fault.when != "heal":
             verdict.wrong.append(f"told without a fault: {told}")
         deadline = time.monotonic() + GONE_S
-        while (left := self._left(name)) and time.monotonic() < deadline:
+        while (left := self._list_left(name)) and time.monotonic() < deadline:
             time.sleep(0.1)
         verdict.wrong += [f"left: {left}"] * bool(left)
         found, wanted_state = self._state, self.reference.state_dict()
@@ -311,7 +323,7 @@ class Trial:
         if self.training.steps != self.reference.steps:
             verdict.wrong.append(f"{self.training.steps} steps instead of {self.reference.steps}")
 
-    def _left(self, name: str) -> list[str]:
+    def _list_left(self, name: str) -> list[str]:
         """Processes of clusters that this process has had before; others on this machine have theirs."""
         self._names.add(name)
-        return [f"{each.pid} {each.name()}" for before in self._names - {name} for each in family(before)]
+        return [f"{each.pid} {each.name()}" for before in self._names - {name} for each in list_family(before)]

@@ -25,7 +25,7 @@ from mpi4dl_nb.engines.train.checkpoint_state import WeightState, encode_value, 
 from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
-from tests.fuzz.checkpoints import sealed_again
+from tests.fuzz.checkpoints import update_manifest
 
 KEPT = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
 WEIGHT = "model.head.2.weight"  # (5, 6)
@@ -41,7 +41,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object], fil
     tensors = safetensors.torch.load_file(path / file)
     change(tensors)
     safetensors.torch.save_file(tensors, path / file)
-    sealed_again(path)
+    update_manifest(path)
 
 
 TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
@@ -80,7 +80,7 @@ def test_weights_are_numbers_with_fractions(copied: Path):
 
 def test_a_text_for_a_number(copied: Path):
     rewrite(copied, lambda tensors: tensors.pop(f"{WEIGHT}/step"))
-    sealed_again(copied, lambda m: weight(m).update(values={"step": "3"}, tensors=KEPT))
+    update_manifest(copied, lambda m: weight(m).update(values={"step": "3"}, tensors=KEPT))
     assert "step is of type str, and here of type Tensor" in refused(recipe_of(PLANS["stages"]), copied)
 
 
@@ -163,14 +163,14 @@ VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_values_that_would_fail_later_are_refused(how: str, copied: Path):
     change, words = VALUES[how]
     try:
-        sealed_again(copied, change)
+        update_manifest(copied, change)
     except ValueError:  # such as no JSON has
         (copied / "checkpoint.json").write_text('{"gamma": 1e999}')
     assert words in refused(recipe_of(PLANS["stages"]), copied)
 
 
 def test_a_step_that_overflows_is_found(copied: Path):
-    sealed_again(
+    update_manifest(
         copied, lambda m: scheduler(m).update(gamma=1e300, milestones={"python": "Counter", "value": [[2, 9]]})
     )
     assert "MultiStepLR cannot step from this state: OverflowError" in refused(recipe_of(PLANS["stages"]), copied)
@@ -300,7 +300,7 @@ def test_kernels_of_a_gpu_are_no_damage(tmp_path: Path):
     """Of a training with fused kernels the state is what it is without."""
     recipe = recipe_of(PLANS["one rank"], "adam", "none")
     path = on_ranks(recipe, data(recipe, 2), into=tmp_path).saved
-    sealed_again(path, lambda manifest: [each.update(fused=True) for each in manifest["optimiser"]["options"]])
+    update_manifest(path, lambda manifest: [each.update(fused=True) for each in manifest["optimiser"]["options"]])
     check_fits_recipe(Checkpoint.open(path), recipe)
 
 

@@ -47,7 +47,7 @@ class Tally:
         if found["outcome"] == "wrong":
             self.wrong.append({name: found[name] for name in ("case", "told", "why")})
 
-    def line(self, fuzzer: str, seed: int) -> dict[str, object]:
+    def make_line(self, fuzzer: str, seed: int) -> dict[str, object]:
         """For people and programs."""
         counts = {name: self.outcomes[name] for name in ("read", "refused", "wrong")}
         return {
@@ -89,13 +89,13 @@ def run_elsewhere(fuzzer: str, first: int, count: int, seed: int) -> Tally:
                 if not begun or begun["case"] == ended["case"]:
                     errors.seek(0)
                     raise RuntimeError(f"The fuzzer itself failed, code {child.returncode}: {errors.read()[-4000:]}")
-                tally.add(begun | {"outcome": "wrong", "why": _ending(child.returncode)})
+                tally.add(begun | {"outcome": "wrong", "why": _describe_end(child.returncode)})
                 ended = begun
         number = int(str(ended["case"])) + 1
     return tally
 
 
-def _ending(code: int) -> str:
+def _describe_end(code: int) -> str:
     if code == -signal.SIGALRM:
         return "took too long"
     return f"ended the process, by {signal.Signals(-code).name if code < 0 else f'code {code}'}"
@@ -103,11 +103,11 @@ def _ending(code: int) -> str:
 
 def run_here(fuzzer: str, first: int, count: int, seed: int) -> None:
     """In this process, with a line for each case."""
-    from tests.fuzz.judge import judge_all
+    from tests.fuzz.judge import check_all
 
     module = importlib.import_module(f"tests.fuzz.{FUZZERS[fuzzer]}")
     with tempfile.TemporaryDirectory() as place:
-        for found in judge_all(module, range(first, first + count), seed, Path(os.path.realpath(place))):
+        for found in check_all(module, range(first, first + count), seed, Path(os.path.realpath(place))):
             print(json.dumps(found), flush=True)
 
 
@@ -125,7 +125,7 @@ def main() -> int:
         run_here(*cases)
         return 0
     tally = run_elsewhere(*cases)
-    print(json.dumps(tally.line(chosen.fuzzer, chosen.seed)), flush=True)
+    print(json.dumps(tally.make_line(chosen.fuzzer, chosen.seed)), flush=True)
     return 1 if tally.wrong or tally.warned else 0
 
 

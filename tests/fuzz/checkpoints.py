@@ -27,7 +27,7 @@ from mpi4dl_nb.engines.train.checkpoint_save import save
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
 from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
-from tests.fuzz.damage import damaged_bytes, damaged_json
+from tests.fuzz.damage import make_damaged_bytes, make_damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.tables import make_other
 
@@ -37,15 +37,15 @@ _SIZES = (0, 1, 3, -1, 1 << 31, 1 << 62)
 
 
 @cache
-def _recipe(kind: int) -> Recipe:
+def _make_recipe(kind: int) -> Recipe:
     return recipe_of(PLANS["one rank"], *KINDS[kind])
 
 
 @cache
-def _made(kind: int) -> tuple[TemporaryDirectory[str], Path]:
+def _make_checkpoints(kind: int) -> tuple[TemporaryDirectory[str], Path]:
     """A folder of two checkpoints, after one step and after two."""
     held = TemporaryDirectory()
-    recipe = _recipe(kind)
+    recipe = _make_recipe(kind)
 
     def work(world: LoopbackWorld) -> None:
         training = RankTraining(world, recipe)
@@ -59,7 +59,7 @@ def _made(kind: int) -> tuple[TemporaryDirectory[str], Path]:
 
 def read(path: Path, kind: int) -> None:
     """Load it, and go on for a step. Raises CheckpointError, and RuntimeError where that has changed anything."""
-    recipe = _recipe(kind)
+    recipe = _make_recipe(kind)
 
     def work(world: LoopbackWorld) -> None:
         training = RankTraining(world, recipe)
@@ -76,18 +76,18 @@ def read(path: Path, kind: int) -> None:
     run_ranks(1, work)
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """Of each kind a folder, and a checkpoint."""
     for kind, names in enumerate(KINDS):
-        path = Path(shutil.copytree(_made(kind)[1], folder / str(kind)))
+        path = Path(shutil.copytree(_make_checkpoints(kind)[1], folder / str(kind)))
         for each in (path, list_checkpoints(path)[0]):
             yield Case(f"{names}, {each.name}", each, lambda each=each, kind=kind: read(each, kind))
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """The newest checkpoint of a folder, named by itself or with its folder."""
     kind = number % len(KINDS)
-    given = Path(shutil.copytree(_made(kind)[1], folder / "given"))
+    given = Path(shutil.copytree(_make_checkpoints(kind)[1], folder / "given"))
     path = list_checkpoints(given)[-1]
     change = _CHANGES[int(random.integers(len(_CHANGES)))]
     told = change(path, random, outside)
@@ -99,7 +99,7 @@ def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case
 # ---- what is changed
 
 
-def sealed_again(path: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None) -> None:
+def update_manifest(path: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None) -> None:
     """The manifest with other values, and with the sums of the files as they are now: as if written so."""
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["crc32"]
@@ -110,39 +110,39 @@ def sealed_again(path: Path, change: Callable[[dict[str, Any]], None] = lambda m
     (path / MANIFEST).write_text(serialise_manifest(manifest))
 
 
-def some_bytes(path: Path, random: Random, outside: Outside) -> str:
+def replace_bytes(path: Path, random: Random, outside: Outside) -> str:
     """Of any file, as a disk damages them."""
     files = sorted(path.iterdir())
     file = files[int(random.integers(len(files)))]
-    told, content = damaged_bytes(file.read_bytes(), random)
+    told, content = make_damaged_bytes(file.read_bytes(), random)
     file.write_bytes(content)
     return f"{file.name}, {told}"
 
 
-def bytes_with_right_sums(path: Path, random: Random, outside: Outside) -> str:
+def replace_bytes_and_sums(path: Path, random: Random, outside: Outside) -> str:
     """Of tensors and their headers."""
     file = path / _FILES[int(random.integers(2))]
-    told, content = damaged_bytes(file.read_bytes(), random)
+    told, content = make_damaged_bytes(file.read_bytes(), random)
     file.write_bytes(content)
-    sealed_again(path)
+    update_manifest(path)
     return f"{file.name}, {told}"
 
 
-def header(path: Path, random: Random, outside: Outside) -> str:
+def replace_header(path: Path, random: Random, outside: Outside) -> str:
     """Names, types, shapes and places of tensors; its length, too."""
     file = path / _FILES[int(random.integers(2))]
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
-    told, text = damaged_json(
+    told, text = make_damaged_json(
         content[8 : 8 + size], random, ("F64", "I64", "BOOL", "U8", "C64", [1 << 60], [3, 3], *_SIZES)
     )
     length = len(text) if random.integers(6) else int(random.choice([0, 1, len(text) + 1, 1 << 30, (1 << 63) - 1]))
     file.write_bytes(length.to_bytes(8, "little") + text + content[8 + size :])
-    sealed_again(path)
+    update_manifest(path)
     return f"{file.name}, {told}"
 
 
-def another_tensor(path: Path, random: Random, outside: Outside) -> str:
+def replace_tensor(path: Path, random: Random, outside: Outside) -> str:
     """One of another shape or type, in a file that is whole."""
     file = path / _FILES[int(random.integers(4) > 0)]
     content = file.read_bytes()
@@ -161,24 +161,24 @@ def another_tensor(path: Path, random: Random, outside: Outside) -> str:
     entries[name].update(dtype=dtype, shape=shape)
     text = json.dumps(entries).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
-    sealed_again(path)
+    update_manifest(path)
     return f"{name} of type {dtype} and shape {shape}"
 
 
-def manifest(path: Path, random: Random, outside: Outside) -> str:
+def replace_manifest(path: Path, random: Random, outside: Outside) -> str:
     """Any of its values, sealed where it can be."""
     text = (path / MANIFEST).read_bytes()
     document = json.loads(text)
     del document["crc32"]
-    canary = outside.file("weights.safetensors", (path / _FILES[0]).read_bytes())
-    told, changed = damaged_json(json.dumps(document).encode(), random, (str(canary), f"../{canary.name}"))
+    canary = outside.write_file("weights.safetensors", (path / _FILES[0]).read_bytes())
+    told, changed = make_damaged_json(json.dumps(document).encode(), random, (str(canary), f"../{canary.name}"))
     with suppress(ValueError, TypeError, RecursionError, AttributeError):
         changed = serialise_manifest(json.loads(changed)).encode()
     (path / MANIFEST).write_bytes(changed)
     return told
 
 
-def state(path: Path, random: Random, outside: Outside) -> str:
+def replace_state(path: Path, random: Random, outside: Outside) -> str:
     """Values of the optimiser, the scheduler and the feed, with others of every type: one change each."""
     text = json.loads((path / MANIFEST).read_text())
     part = str(random.choice([name for name in ("optimiser", "scheduler", "feed") if text[name]]))
@@ -189,31 +189,31 @@ def state(path: Path, random: Random, outside: Outside) -> str:
         -5,
         "x",
     )
-    told, changed = damaged_json(json.dumps(text[part]).encode(), random, (*values, 10**400, [0.1, 0.2, 0.3]))
+    told, changed = make_damaged_json(json.dumps(text[part]).encode(), random, (*values, 10**400, [0.1, 0.2, 0.3]))
     with suppress(ValueError, TypeError, RecursionError):
         held = json.loads(changed)
-        sealed_again(path, lambda manifest: manifest.update({part: held}))
+        update_manifest(path, lambda manifest: manifest.update({part: held}))
     return f"{part}, {told}"
 
 
-def a_file(path: Path, random: Random, outside: Outside) -> str:
+def replace_file(path: Path, random: Random, outside: Outside) -> str:
     """It becomes something else, or a link that leads out."""
     files = sorted(path.iterdir())
     file = files[int(random.integers(len(files)))]
-    canary = outside.file(f"odd-{file.name}", file.read_bytes())
+    canary = outside.write_file(f"odd-{file.name}", file.read_bytes())
     return f"{file.name}, {make_other(file, random, canary)}"
 
 
-def a_name(path: Path, random: Random, outside: Outside) -> str:
+def replace_name(path: Path, random: Random, outside: Outside) -> str:
     """A file that it lists lies elsewhere, with the right sum."""
-    canary = outside.file("weights.safetensors", (path / _FILES[0]).read_bytes())
+    canary = outside.write_file("weights.safetensors", (path / _FILES[0]).read_bytes())
     content = canary.stat()
     told = {"bytes": content.st_size, "crc32": zlib.crc32((path / _FILES[0]).read_bytes())}
     names = (str(canary), os.path.relpath(canary, path), "link.safetensors", "..", ".", "", "a\0b", "x/y", "/dev/zero")
     name = names[int(random.integers(len(names)))]
     (path / "link.safetensors").symlink_to(canary)
     if random.integers(2):
-        sealed_again(path, lambda manifest: manifest["files"].update({name: told}))
+        update_manifest(path, lambda manifest: manifest["files"].update({name: told}))
         return f"{name[-20:]!r} is listed"
     (path / _FILES[0]).unlink()
     (path / _FILES[0]).symlink_to(canary)
@@ -223,7 +223,7 @@ def a_name(path: Path, random: Random, outside: Outside) -> str:
     return "the weights are a link that is not listed"
 
 
-def exchanged(path: Path, random: Random, outside: Outside) -> str:
+def exchange_files(path: Path, random: Random, outside: Outside) -> str:
     """Files of one checkpoint in another one, or in each other's place, sealed or not; or the whole is a link."""
     other = list_checkpoints(path.parent)[0]
     way = int(random.integers(4))
@@ -236,18 +236,19 @@ def exchanged(path: Path, random: Random, outside: Outside) -> str:
         second.write_bytes(kept)
     elif way == 2:
         for file in path.iterdir():
-            outside.file(f"whole/{file.name}", file.read_bytes())
+            outside.write_file(f"whole/{file.name}", file.read_bytes())
         shutil.rmtree(path)
-        path.with_name("00003-step-3").symlink_to(outside.file(f"whole/{MANIFEST}", b"").parent)
+        path.with_name("00003-step-3").symlink_to(outside.write_file(f"whole/{MANIFEST}", b"").parent)
         shutil.copytree(other, path)
         return "a link to another checkpoint"
     else:
         (path / MANIFEST).write_bytes((other / MANIFEST).read_bytes())
     if random.integers(2):
-        sealed_again(path)
+        update_manifest(path)
     return f"way {way}"
 
 
 _CHANGES = (
-    some_bytes, bytes_with_right_sums, header, another_tensor, manifest, state, state, state, a_file, a_name, exchanged,
+    replace_bytes, replace_bytes_and_sums, replace_header, replace_tensor, replace_manifest,
+    replace_state, replace_state, replace_state, replace_file, replace_name, exchange_files,
 )  # fmt: skip

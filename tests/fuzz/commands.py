@@ -32,59 +32,59 @@ from tests.fuzz.words import KINDS, LINES, ODD, PARTS, SEVERAL, SIZES, WHOLE
 _TYPED = re.compile(r"(rank 0: )?(Plan|Trace|Image|Checkpoint|Rank)Error: \S.*")
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """Each line as it stands."""
     write_files(folder)
     for ranks, line in LINES:
-        yield _case(folder, ranks, line.split())
+        yield _make_case(folder, ranks, line.split())
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """One to three of its words are others, or missing, or there twice, and there may be more flags."""
     write_files(folder)
     ranks, line = LINES[number % len(LINES)]
     words = line.split()
-    secret = str(outside.file("secret.txt", b"--seed\n7\n"))
+    secret = str(outside.write_file("secret.txt", b"--seed\n7\n"))
     for _ in range(int(random.choice([1, 1, 1, 2, 3]))):
-        _change(words, ranks, random, (f"@{secret}", f"{secret}:net", f"file://{secret}", f'["{secret}"]'))
+        _replace_words(words, ranks, random, (f"@{secret}", f"{secret}:net", f"file://{secret}", f'["{secret}"]'))
     if ranks and random.integers(8) == 0:
         ranks = int(random.integers(1, 6))
-    return _case(folder, ranks, words)
+    return _make_case(folder, ranks, words)
 
 
-def _change(words: list[str], ranks: int, random: Random, more: Sequence[str]) -> None:
+def _replace_words(words: list[str], ranks: int, random: Random, more: Sequence[str]) -> None:
     flags = [at for at, word in enumerate(words[:-1]) if word.startswith("--") and words[at + 1][:2] != "--"]
     way, at = int(random.integers(12)), int(random.integers(len(words))) if words else 0
-    known = flags_of(ranks, tuple(words[:2]))
+    known = list_flags(ranks, tuple(words[:2]))
     if way < 6 and flags:
-        at = _one(flags, random)
-        words[at : at + 2] = [f"{words[at]}={_value(words[at], random, more)}"]
+        at = _choose(flags, random)
+        words[at : at + 2] = [f"{words[at]}={_choose_value(words[at], random, more)}"]
     elif way == 6 and words:
         del words[at]
     elif way == 7:
-        words.insert(at, _value("", random, more))
+        words.insert(at, _choose_value("", random, more))
     elif known:
-        flag = _one(known, random)
-        words.append(flag if random.integers(4) == 0 else f"{flag}={_value(flag, random, more)}")
+        flag = _choose(known, random)
+        words.append(flag if random.integers(4) == 0 else f"{flag}={_choose_value(flag, random, more)}")
 
 
-def _one(values: Sequence[Any], random: Random) -> Any:
+def _choose(values: Sequence[Any], random: Random) -> Any:
     return values[int(random.integers(len(values)))]
 
 
-def _value(flag: str, random: Random, more: Sequence[str]) -> str:
+def _choose_value(flag: str, random: Random, more: Sequence[str]) -> str:
     if (kind := KINDS.get(flag, WHOLE)) and random.integers(4):
-        return str(_one(kind, random))
-    return str(_one(_one([WHOLE, ODD, (*more, *PARTS, *SEVERAL, *SIZES)], random), random))
+        return str(_choose(kind, random))
+    return str(_choose(_choose([WHOLE, ODD, (*more, *PARTS, *SEVERAL, *SIZES)], random), random))
 
 
 @cache
-def flags_of(ranks: int, words: tuple[str, ...]) -> tuple[str, ...]:
+def list_flags(ranks: int, words: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a command, as its own help tells."""
     said = StringIO()
-    with redirect_stdout(said), redirect_stderr(StringIO()), no_work(ranks):
+    with redirect_stdout(said), redirect_stderr(StringIO()), cut_work(ranks):
         for count in range(len(words), 0, -1):
-            _code(ranks, [*words[:count], "--help"])
+            _run_command(ranks, [*words[:count], "--help"])
             if "usage:" in said.getvalue():
                 break
     return tuple(sorted(set(re.findall(r"--[a-z][\w-]+", said.getvalue())) - {"--help"}))
@@ -106,7 +106,7 @@ def write_files(folder: Path) -> None:
         os.mkfifo(folder / name)
 
 
-def _case(folder: Path, ranks: int, words: Sequence[str]) -> Case:
+def _make_case(folder: Path, ranks: int, words: Sequence[str]) -> Case:
     told = f"{ranks} ranks: {' '.join(word if len(word) < 80 else f'{word[:20]}... ({len(word)})' for word in words)}"
     return Case(told.encode(errors="replace").decode(), "", partial(run, folder, ranks, words))
 
@@ -162,7 +162,7 @@ def _cut(*arguments: object, **more: object) -> NoReturn:
     raise Cut
 
 
-def _leave(code: int) -> NoReturn:
+def _raise_left(code: int) -> NoReturn:
     raise Left(code)
 
 
@@ -177,7 +177,7 @@ _BENCHMARKS = {  # by the file that has them
 
 
 @contextmanager
-def no_work(ranks: int) -> Iterator[None]:
+def cut_work(ranks: int) -> Iterator[None]:
     """Within it a command ends by `Cut` where its work would begin, or that of the processes which it starts."""
     from mpi4dl_nb.engines.comm import mpi
 
@@ -193,7 +193,7 @@ def no_work(ranks: int) -> Iterator[None]:
         stack.enter_context(patch("mpi4dl_nb.engines.predict.published_replay.PublishedReplay.simulate_result", _cut))
         stack.enter_context(patch("mpi4dl_nb.engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
-        stack.enter_context(patch.object(os, "_exit", _leave))
+        stack.enter_context(patch.object(os, "_exit", _raise_left))
         yield
 
 
@@ -202,9 +202,9 @@ def run(folder: Path, ranks: int, words: Sequence[str]) -> None:
     said, before = StringIO(), Path.cwd()
     os.chdir(folder)
     try:
-        with redirect_stdout(StringIO()), redirect_stderr(said), no_work(ranks), warnings.catch_warnings():
+        with redirect_stdout(StringIO()), redirect_stderr(said), cut_work(ranks), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are for the user
-            code = _code(ranks, list(words))
+            code = _run_command(ranks, list(words))
     finally:
         os.chdir(before)
     lines = [line for line in said.getvalue().splitlines() if line.strip()]
@@ -215,7 +215,7 @@ def run(folder: Path, ranks: int, words: Sequence[str]) -> None:
     raise PlanError(lines[0])
 
 
-def _code(ranks: int, words: list[str]) -> object:
+def _run_command(ranks: int, words: list[str]) -> object:
     output = sys.stdout
     try:
         return command.main(words) if ranks else launcher.main(words)

@@ -14,13 +14,13 @@ from tests.fuzz.judge import Random
 Damage = Callable[[bytearray, Random], None]
 
 
-def flipped(data: bytearray, random: Random) -> None:
+def toggle_bits(data: bytearray, random: Random) -> None:
     """Some bits, anywhere."""
     for at in random.integers(0, len(data), random.integers(1, 9)):
         data[at] ^= 1 << int(random.integers(8))
 
 
-def overwritten_near_the_front(data: bytearray, random: Random) -> None:
+def write_near_the_front(data: bytearray, random: Random) -> None:
     """Bytes of the header."""
     for at in random.integers(0, min(len(data), 400), random.integers(1, 6)):
         data[at] = int(random.integers(256))
@@ -31,7 +31,7 @@ def cut(data: bytearray, random: Random) -> None:
     del data[int(random.integers(0, len(data))) :]
 
 
-def moved(data: bytearray, random: Random) -> None:
+def remove_or_repeat(data: bytearray, random: Random) -> None:
     """A piece is missing, or there twice."""
     start, length = int(random.integers(0, len(data))), int(random.integers(1, 200))
     piece = data[start : start + length]
@@ -41,14 +41,14 @@ def moved(data: bytearray, random: Random) -> None:
         data[start:start] = piece
 
 
-def filled(data: bytearray, random: Random) -> None:
+def fill_block(data: bytearray, random: Random) -> None:
     """A block of one value, as a bad sector leaves it."""
     start, length = int(random.integers(0, len(data))), int(random.integers(1, 400))
     value = int(random.choice([0, 255, 127]))
     data[start : start + length] = bytes([value]) * len(data[start : start + length])
 
 
-def extreme(data: bytearray, random: Random) -> None:
+def write_extremes(data: bytearray, random: Random) -> None:
     """Numbers that are as large, or as small, as can be."""
     for _ in range(int(random.integers(1, 4))):
         size = int(random.choice([2, 4, 8]))
@@ -57,10 +57,10 @@ def extreme(data: bytearray, random: Random) -> None:
         data[at : at + size] = (value % (1 << 8 * size)).to_bytes(size, str(random.choice(["little", "big"])))
 
 
-def tags(data: bytearray, random: Random) -> None:
+def replace_tag(data: bytearray, random: Random) -> None:
     """One field of a TIFF directory: what the parser believes."""
     if data[:2] not in (b"II", b"MM"):
-        return overwritten_near_the_front(data, random)
+        return write_near_the_front(data, random)
     order, big = ("<" if data[:2] == b"II" else ">"), data[2:4] in (b"+\0", b"\0+")
     (at,) = struct.unpack_from(order + ("Q" if big else "I"), data, 8 if big else 4)
     (count,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
@@ -74,7 +74,7 @@ def tags(data: bytearray, random: Random) -> None:
     return None
 
 
-def repair_png(data: bytearray) -> None:
+def update_png_sums(data: bytearray) -> None:
     """The checksums of a PNG file made right again, so that its decoder gets to see the damage."""
     at = 8
     while at + 12 <= len(data):
@@ -85,10 +85,10 @@ def repair_png(data: bytearray) -> None:
         at += 12 + length
 
 
-DAMAGES: tuple[Damage, ...] = (flipped, overwritten_near_the_front, cut, moved, filled, extreme)
+DAMAGES: tuple[Damage, ...] = (toggle_bits, write_near_the_front, cut, remove_or_repeat, fill_block, write_extremes)
 
 
-def damaged_bytes(data: bytes, random: Random, damages: Sequence[Damage] = DAMAGES) -> tuple[str, bytes]:
+def make_damaged_bytes(data: bytes, random: Random, damages: Sequence[Damage] = DAMAGES) -> tuple[str, bytes]:
     """The name of a damage, and the bytes it leaves of `data`."""
     if not data:
         return "empty", data
@@ -105,16 +105,16 @@ _VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def damaged_json(data: bytes, random: Random, values: Sequence[Any] = ()) -> tuple[str, bytes]:
+def make_damaged_json(data: bytes, random: Random, values: Sequence[Any] = ()) -> tuple[str, bytes]:
     """One to three of its values are others, or missing, or doubled; or it is no JSON any more.
 
     `values` are some more to put in, such as paths that lead out of a folder.
     """
     if not random.integers(8):
-        return damaged_bytes(data, random)
+        return make_damaged_bytes(data, random)
     document = [json.loads(data)]
     for _ in range(int(random.integers(1, 4))):
-        places = list(_places(document))
+        places = list(_walk_places(document))
         if not places:
             break
         holder, key = places[int(random.integers(len(places)))]
@@ -138,9 +138,9 @@ def _damage_value(holder: Any, key: Any, random: Random, values: Sequence[Any]) 
         holder[key] = deepcopy(values[int(random.integers(len(values)))])
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _walk_places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Each value of a document, as what holds it and its key there."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
-        yield from _places(value[key])
+        yield from _walk_places(value[key])

@@ -22,14 +22,14 @@ def _refuse(text: object, cause: Exception | None = None) -> None:
     raise ImageError(f"{text} is damaged.") from cause
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """One that is read."""
     yield Case("good", folder, lambda: None)
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """By its number."""
-    canary = outside.file("canary", b"x")
+    canary = outside.write_file("canary", b"x")
     (folder / "link").symlink_to(canary)
     ways: dict[str, Callable[[], object]] = {
         "read": canary.stat,

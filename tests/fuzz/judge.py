@@ -2,8 +2,8 @@
 
 A fuzzer is a module of this folder with two functions. Both write into an empty folder and say how it is read:
 
-- `wholes(folder)`: undamaged cases, one of each kind. They must be read.
-- `damaged(folder, number, random, outside)`: case `number`, damaged by what `random` says and nothing else.
+- `write_whole_cases(folder)`: undamaged cases, one of each kind. They must be read.
+- `write_damaged_case(folder, number, random, outside)`: case `number`, damaged by what `random` says and nothing else.
 
 Each case is held to four things: its error is typed and names the file; it takes no more than `SECONDS`, and no more
 than `MOST_BYTES` of memory, kept or given back; and it opens none of the files of `outside`, to which links, paths and
@@ -54,14 +54,14 @@ class Case:
 
 
 class Outside:
-    """Files that were not given. `opened` says which of them somebody has opened since it was last asked."""
+    """Files that were not given. `list_opened` says which of them were opened since it was last asked."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._libc, self._names = ctypes.CDLL(None, use_errno=True), dict[int, str]()
         self._events = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def file(self, name: str, data: bytes) -> Path:
+    def write_file(self, name: str, data: bytes) -> Path:
         """The path of a watched file of that name; written where it is asked for first."""
         path = self.folder / name
         if not path.exists():
@@ -73,7 +73,7 @@ class Outside:
             self._names[watch] = name
         return path
 
-    def opened(self) -> list[str]:
+    def list_opened(self) -> list[str]:
         """Names of the files that were opened, each once."""
         try:
             found = os.read(self._events, 1 << 16)
@@ -90,10 +90,10 @@ class Outside:
 class Fuzzer(Protocol):
     """A module that writes cases."""
 
-    def wholes(self, folder: Path) -> Iterable[Case]:
+    def write_whole_cases(self, folder: Path) -> Iterable[Case]:
         """Undamaged ones."""
 
-    def damaged(self, folder: Path, number: int, random: Random, outside: Outside) -> Case:
+    def write_damaged_case(self, folder: Path, number: int, random: Random, outside: Outside) -> Case:
         """The same whichever cases there were before."""
 
 
@@ -108,24 +108,24 @@ class Verdict:
     warned: list[str] = field(default_factory=list)
 
 
-def judge(case: Case, outside: Outside) -> Verdict:
+def check_case(case: Case, outside: Outside) -> Verdict:
     """Read a case; the process ends by SIGALRM where that takes too long."""
-    outside.opened()
+    outside.list_opened()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         signal.alarm(SECONDS)
         start = time.monotonic()
-        outcome, why = _outcome(case)
+        outcome, why = _read_case(case)
         seconds = time.monotonic() - start
         signal.alarm(0)
-    found = outside.opened()
+    found = outside.list_opened()
     if found:
         outcome, why = "wrong", f"what was not given was opened: {', '.join(found)}"
     told = sorted({f"{each.category.__name__}: {each.message}" for each in warned})
     return Verdict(outcome, why[:300], round(seconds, 3), found, told)
 
 
-def _outcome(case: Case) -> tuple[str, str]:
+def _read_case(case: Case) -> tuple[str, str]:
     try:
         case.read()
     except Mpi4dlError as error:
@@ -144,13 +144,13 @@ def _outcome(case: Case) -> tuple[str, str]:
     return "read", ""
 
 
-def memory(name: str) -> int:
+def read_memory(name: str) -> int:
     """Bytes of this process, by the kernel's account."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def judge_all(fuzzer: Fuzzer, numbers: Iterable[int], seed: int, place: Path) -> Iterator[dict[str, object]]:
+def check_all(fuzzer: Fuzzer, numbers: Iterable[int], seed: int, place: Path) -> Iterator[dict[str, object]]:
     """What is to be told: of each case first what it is, and then what came of it.
 
     Ends after a case that took too much memory: from then on this process could not tell another one.
@@ -158,16 +158,16 @@ def judge_all(fuzzer: Fuzzer, numbers: Iterable[int], seed: int, place: Path) ->
     logging.disable()  # tifffile logs what it finds, besides raising it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     outside = Outside(place / "outside")
-    _judge_wholes(fuzzer, place, outside)
-    address, resident = memory("VmSize"), memory("VmRSS")
+    _check_whole_cases(fuzzer, place, outside)
+    address, resident = read_memory("VmSize"), read_memory("VmRSS")
     resource.setrlimit(resource.RLIMIT_AS, (address + _STOP_BYTES, resource.RLIM_INFINITY))
     for number in numbers:
         # A new name for each: what is kept of a file is known by its path, its time and its size.
-        with _folder(place / f"case{number}") as folder:
-            case = fuzzer.damaged(folder, number, np.random.default_rng([seed, number]), outside)
+        with _make_folder(place / f"case{number}") as folder:
+            case = fuzzer.write_damaged_case(folder, number, np.random.default_rng([seed, number]), outside)
             yield {"case": number, "told": case.told}
-            found = judge(case, outside)
-        grown = {"address_bytes": memory("VmPeak") - address, "resident_bytes": memory("VmHWM") - resident}
+            found = check_case(case, outside)
+        grown = {"address_bytes": read_memory("VmPeak") - address, "resident_bytes": read_memory("VmHWM") - resident}
         if max(grown.values()) > MOST_BYTES:
             found.outcome, found.why = "wrong", f"took {max(grown.values()):,} bytes of memory. {found.why}"
         yield {"case": number, "told": case.told} | vars(found) | grown
@@ -175,18 +175,18 @@ def judge_all(fuzzer: Fuzzer, numbers: Iterable[int], seed: int, place: Path) ->
             return
 
 
-def _judge_wholes(fuzzer: Fuzzer, place: Path, outside: Outside) -> None:
+def _check_whole_cases(fuzzer: Fuzzer, place: Path, outside: Outside) -> None:
     """Before memory is measured, so that everything is imported. Raises RuntimeError where one is not read."""
-    with _folder(place / "whole") as folder:
-        for case in fuzzer.wholes(folder):
-            found = judge(case, outside)
+    with _make_folder(place / "whole") as folder:
+        for case in fuzzer.write_whole_cases(folder):
+            found = check_case(case, outside)
             if found.outcome != "read" or found.warned:
                 case.read()  # which raises what is wrong, with where
                 raise RuntimeError(f"{case.told}, which is not damaged: {json.dumps(vars(found))}")
 
 
 @contextmanager
-def _folder(path: Path) -> Iterator[Path]:
+def _make_folder(path: Path) -> Iterator[Path]:
     path.mkdir()
     try:
         yield path

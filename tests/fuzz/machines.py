@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.predict.forecast import forecast
 from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.predict.tallies import CLASSES
-from tests.fuzz.damage import damaged_bytes, damaged_json
+from tests.fuzz.damage import make_damaged_bytes, make_damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 
 PLANS = (
@@ -46,7 +46,7 @@ _EXTREMES = (1e24, 1e-3, 3600, 3600.0, 1e-5, 1e15, 1e9, 1e3, 1e-6, 1, 1024, 0.5,
 
 
 @cache
-def _graph(plan: Plan) -> ModelGraph:
+def _make_graph(plan: Plan) -> ModelGraph:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
         nn.BatchNorm2d(4),
@@ -65,7 +65,7 @@ def read(path: Path) -> None:
         raise PlanError(f"{path} is not there")
     for plan in PLANS:
         try:
-            found = forecast(_graph(plan), plan, machine)
+            found = forecast(_make_graph(plan), plan, machine)
         except PlanError as error:
             raise RuntimeError(f"what was accepted gives no forecast: {error}") from error
         numbers = (found.seconds, found.images_per_s, found.peak_bytes, *(each.end_s for each in found.timeline.events))
@@ -73,7 +73,7 @@ def read(path: Path) -> None:
             raise RuntimeError(f"what was accepted gives no forecast: {numbers[:3]}")
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """Each as it was stored."""
     torch.manual_seed(0)
     for name, machine in MADE.items():
@@ -82,26 +82,26 @@ def wholes(folder: Path) -> Iterator[Case]:
         yield Case(name, path, lambda path=path: read(path))
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """Some values of its JSON, or of its bytes."""
     name = list(MADE)[number % len(MADE)]
     text = MADE[name].to_json().encode()
     path = folder / "machine.json"
     way = int(random.integers(10))
     if way < 2:
-        told, changed = damaged_json(text, random, _NUMBERS * 3)
+        told, changed = make_damaged_json(text, random, _NUMBERS * 3)
     elif way < 3:
-        told, changed = damaged_bytes(text, random)
+        told, changed = make_damaged_bytes(text, random)
     else:
         fields = json.loads(text)
         values = _EXTREMES if way < 8 else _NUMBERS
-        told = ", ".join(_other_number(fields, values, random) for _ in range(int(random.integers(1, 5))))
+        told = ", ".join(_replace_number(fields, values, random) for _ in range(int(random.integers(1, 5))))
         changed = json.dumps(fields).encode()
     path.write_bytes(changed)
     return Case(f"{name}, {told}", path, lambda: read(path))
 
 
-def _other_number(fields: dict[str, Any], values: Sequence[Any], random: Random) -> str:
+def _replace_number(fields: dict[str, Any], values: Sequence[Any], random: Random) -> str:
     """One field of the machine, or of one speed of all kinds."""
     value = values[int(random.integers(len(values)))]
     if random.integers(2):

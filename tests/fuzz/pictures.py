@@ -14,7 +14,7 @@ from PIL import Image
 
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.picture_reader import Picture
-from tests.fuzz.damage import DAMAGES, damaged_bytes, repair_png, tags
+from tests.fuzz.damage import DAMAGES, make_damaged_bytes, replace_tag, update_png_sums
 from tests.fuzz.judge import Case, Outside, Random
 from tests.images.made_slides import make_tissue, write_ome, write_pages, write_svs
 
@@ -22,7 +22,7 @@ MOST_PX = 1 << 20  # that are read of a picture at once
 
 
 @cache
-def files() -> dict[str, bytes]:
+def make_files() -> dict[str, bytes]:
     """One small file of each kind, by name."""
     small = make_tissue(96, 130)
     clear = np.dstack([small, small[..., 0]])
@@ -46,34 +46,34 @@ def files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def odd_picture(outside: Outside) -> Path:
+def write_odd_picture(outside: Outside) -> Path:
     """A picture that was not given, of a colour that no tissue has."""
     held = BytesIO()
     Image.new("RGB", (130, 96), (1, 254, 2)).save(held, "TIFF")
-    return outside.file("odd.tif", held.getvalue())
+    return outside.write_file("odd.tif", held.getvalue())
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """Each file as it was made."""
-    for name, data in files().items():
-        yield _case(folder / name, data, name)
+    for name, data in make_files().items():
+        yield _write_case(folder / name, data, name)
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """Bytes, fields of TIFF directories, and now and then what OME-XML says."""
-    name = list(files())[number % len(files())]
+    name = list(make_files())[number % len(make_files())]
     if name == "a.ome.tif" and random.integers(3) == 0:
-        told, data = _other_xml(files()[name], random, odd_picture(outside))
+        told, data = _replace_xml(make_files()[name], random, write_odd_picture(outside))
     else:
-        told, data = damaged_bytes(files()[name], random, (*DAMAGES, tags))
+        told, data = make_damaged_bytes(make_files()[name], random, (*DAMAGES, replace_tag))
     if name.endswith(".png") and random.integers(2):
         repaired = bytearray(data)
-        repair_png(repaired)
+        update_png_sums(repaired)
         data = bytes(repaired)
-    return _case(folder / name, data, f"{name}, {told}")
+    return _write_case(folder / name, data, f"{name}, {told}")
 
 
-def _other_xml(data: bytes, random: Random, odd: Path) -> tuple[str, bytes]:
+def _replace_xml(data: bytes, random: Random, odd: Path) -> tuple[str, bytes]:
     """An OME-TIFF file whose XML leads to another file, by the ways that the standard and XML have."""
     start, stop = data.index(b"<OME"), data.index(b"</OME>") + 6
     entity = f'<!DOCTYPE OME [<!ENTITY odd SYSTEM "{odd.as_uri()}">]><OME>&odd;'.encode()
@@ -92,7 +92,7 @@ def _other_xml(data: bytes, random: Random, odd: Path) -> tuple[str, bytes]:
     return told, bytes(changed)
 
 
-def _case(path: Path, data: bytes, told: str) -> Case:
+def _write_case(path: Path, data: bytes, told: str) -> Case:
     path.write_bytes(data)
     return Case(told, path, lambda: look(open_image(path)))
 

@@ -14,7 +14,7 @@ import numpy as np
 import zarr
 
 from mpi4dl_nb.engines.images.picture import open_image
-from tests.fuzz.damage import damaged_bytes, damaged_json
+from tests.fuzz.damage import make_damaged_bytes, make_damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.pictures import look
 from tests.fuzz.tables import make_other
@@ -52,17 +52,17 @@ def write_store(path: Path, version: int, codec: str, ome: bool) -> None:
     group.attrs.update({"ome": told} if version == 3 else told)
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """Each store as it was made."""
     for number, _ in enumerate(KINDS):
-        yield _case(folder / f"{number}.zarr", number, _told(number))
+        yield _write_case(folder / f"{number}.zarr", number, _describe_kind(number))
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """One file of a store, or two."""
     path, kind = folder / "given" / "a.zarr", number % len(KINDS)
-    case = _case(path, kind, _told(kind))
-    canary = _elsewhere(kind, outside)
+    case = _write_case(path, kind, _describe_kind(kind))
+    canary = _write_elsewhere(kind, outside)
     leads = [str(canary), os.path.relpath(canary, path), "../" + os.path.relpath(canary, path), f"file://{canary}"]
     told = []
     for _ in range(int(random.integers(1, 3))):
@@ -74,11 +74,11 @@ def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case
         if not group:
             break
         file = group[int(random.integers(len(group)))]
-        told.append(f"{file.relative_to(path)} {_damage(file, path, random, leads, canary)}")
+        told.append(f"{file.relative_to(path)} {_damage_file(file, path, random, leads, canary)}")
     return Case(f"{case.told}: {'; '.join(told)}", path, case.read)
 
 
-def _damage(file: Path, path: Path, random: Random, leads: list[str], canary: Path) -> str:
+def _damage_file(file: Path, path: Path, random: Random, leads: list[str], canary: Path) -> str:
     way = int(random.integers(12))
     inner = file.relative_to(path)
     if way == 0 and (canary / inner).exists():
@@ -90,34 +90,34 @@ def _damage(file: Path, path: Path, random: Random, leads: list[str], canary: Pa
     try:
         json.loads(file.read_bytes())
     except (ValueError, RecursionError):  # a chunk, or what was damaged before
-        told, data = damaged_bytes(file.read_bytes(), random)
+        told, data = make_damaged_bytes(file.read_bytes(), random)
     else:
-        told, data = damaged_json(file.read_bytes(), random, leads)
+        told, data = make_damaged_json(file.read_bytes(), random, leads)
     file.write_bytes(data)
     return told
 
 
-def _elsewhere(kind: int, outside: Outside) -> Path:
+def _write_elsewhere(kind: int, outside: Outside) -> Path:
     """A whole store of the same kind that was not given."""
-    whole = _made(kind)[1]
+    whole = _make_store(kind)[1]
     for file in whole.rglob("*"):
         if file.is_file():
-            outside.file(f"{kind}.zarr/{file.relative_to(whole)}", file.read_bytes())
+            outside.write_file(f"{kind}.zarr/{file.relative_to(whole)}", file.read_bytes())
     return outside.folder / f"{kind}.zarr"
 
 
-def _told(kind: int) -> str:
+def _describe_kind(kind: int) -> str:
     version, codec, ome = KINDS[kind]
     return f"v{version} {codec}{' OME' if ome else ''}"
 
 
 @cache
-def _made(kind: int) -> tuple[TemporaryDirectory[str], Path]:
+def _make_store(kind: int) -> tuple[TemporaryDirectory[str], Path]:
     held = TemporaryDirectory()
     write_store(path := Path(held.name, "a.zarr"), *KINDS[kind])
     return held, path
 
 
-def _case(path: Path, kind: int, told: str) -> Case:
-    shutil.copytree(_made(kind)[1], path)
+def _write_case(path: Path, kind: int, told: str) -> Case:
+    shutil.copytree(_make_store(kind)[1], path)
     return Case(told, path, lambda: look(open_image(path)))

@@ -25,9 +25,9 @@ from mpi4dl_nb.engines.images.dataset import LabelledImages
 from mpi4dl_nb.engines.images.folder import folder_images, write_boxes_table, write_masks_table
 from mpi4dl_nb.engines.images.sample_data import load_cifar_images
 from mpi4dl_nb.engines.images.tables import table_images
-from tests.fuzz.damage import damaged_bytes
+from tests.fuzz.damage import make_damaged_bytes
 from tests.fuzz.judge import Case, Outside, Random
-from tests.fuzz.pictures import odd_picture
+from tests.fuzz.pictures import write_odd_picture
 from tests.images.made_slides import make_tissue
 
 SIZE = (24, 20)
@@ -47,14 +47,14 @@ def look(images: LabelledImages) -> None:
         images.mask(index, tile)
 
 
-def _table(folder: Path) -> None:
-    _pictures(folder)
+def _write_table(folder: Path) -> None:
+    _write_pictures(folder)
     rows = ["path,label,mask,region,level,slide", "a.png,x,a_mask.png,2 3 24 20,0,s", "b.jpg,y,b_mask.npy,,0,s"]
     (folder / "t.csv").write_text("\n".join([*rows, "c.tif,x,c_mask.tif,,,"]))
 
 
-def _masks(folder: Path) -> None:
-    _pictures(folder)
+def _write_masks(folder: Path) -> None:
+    _write_pictures(folder)
     for inside in ("images", "masks"):
         (folder / inside).mkdir()
     for name in ("a.png", "c.tif"):
@@ -62,13 +62,13 @@ def _masks(folder: Path) -> None:
         (folder / name.replace(".", "_mask.")).rename(folder / "masks" / name)
 
 
-def _classes(folder: Path) -> None:
+def _write_classes(folder: Path) -> None:
     for name in ("x/1.png", "x/slide/2.png", "y/3.jpg"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(make_tissue(30, 26)).save(folder / name)
 
 
-def _voc(folder: Path) -> None:
+def _write_voc(folder: Path) -> None:
     for inside in ("Annotations", "JPEGImages", "ImageSets/Main"):
         (folder / inside).mkdir(parents=True)
     for number, name in enumerate("ab"):
@@ -78,20 +78,20 @@ def _voc(folder: Path) -> None:
     (folder / "ImageSets/Main/train.txt").write_text("a\nb\n")
 
 
-def _cifar_pickled(folder: Path) -> None:
+def _write_cifar_pickled(folder: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (20, 3072), np.uint8)
     batch = {b"data": pixels, b"labels": [each % 10 for each in range(20)], b"filenames": [b"a"] * 20}
     for number, protocol in ((1, 2), (2, 4)):
         (folder / f"data_batch_{number}").write_bytes(pickle.dumps(batch, protocol))
 
 
-def _cifar_binary(folder: Path) -> None:
+def _write_cifar_binary(folder: Path) -> None:
     for number in (1, 2):
         pixels = np.random.default_rng(number).integers(0, 10, (20, 3073), np.uint8)
         (folder / f"data_batch_{number}.bin").write_bytes(pixels.tobytes())
 
 
-def _pictures(folder: Path) -> None:
+def _write_pictures(folder: Path) -> None:
     """Three pictures with masks, each of another format."""
     pixels, classes = make_tissue(30, 26), (np.arange(30 * 26) % 3).astype(np.uint8).reshape(30, 26)
     for name in ("a.png", "b.jpg", "c.tif"):
@@ -115,48 +115,51 @@ Kind = tuple[Callable[[Path], None], Callable[[Path], None]]
 """Writes a folder, reads one."""
 
 KINDS: dict[str, Kind] = {
-    "table": (_table, lambda folder: look(table_images(folder / "t.csv", SIZE, classes=3))),
-    "table, as they are": (_table, lambda folder: look(table_images(folder / "t.csv", None, classes=3, check=False))),
-    "masks": (_masks, _read_masks),
-    "classes": (_classes, lambda folder: look(folder_images(folder, SIZE))),
-    "boxes": (_voc, _read_voc),
-    "CIFAR, pickled": (_cifar_pickled, lambda folder: look(load_cifar_images(folder, SIZE))),
-    "CIFAR, binary": (_cifar_binary, lambda folder: look(load_cifar_images(folder, SIZE))),
+    "table": (_write_table, lambda folder: look(table_images(folder / "t.csv", SIZE, classes=3))),
+    "table, as they are": (
+        _write_table,
+        lambda folder: look(table_images(folder / "t.csv", None, classes=3, check=False)),
+    ),
+    "masks": (_write_masks, _read_masks),
+    "classes": (_write_classes, lambda folder: look(folder_images(folder, SIZE))),
+    "boxes": (_write_voc, _read_voc),
+    "CIFAR, pickled": (_write_cifar_pickled, lambda folder: look(load_cifar_images(folder, SIZE))),
+    "CIFAR, binary": (_write_cifar_binary, lambda folder: look(load_cifar_images(folder, SIZE))),
 }
 _LINKS_FOLLOWED = ("classes", "CIFAR, pickled", "CIFAR, binary")
 _GIVEN = "t.csv"  # whoever names a file may name a link
 
 
-def wholes(folder: Path) -> Iterator[Case]:
+def write_whole_cases(folder: Path) -> Iterator[Case]:
     """Each folder as it was made."""
     for number, name in enumerate(KINDS):
-        yield _case(folder / str(number), name, name)
+        yield _write_case(folder / str(number), name, name)
 
 
-def damaged(folder: Path, number: int, random: Random, outside: Outside) -> Case:
+def write_damaged_case(folder: Path, number: int, random: Random, outside: Outside) -> Case:
     """One file of the folder, or a cell of its table."""
     name = list(KINDS)[number % len(KINDS)]
-    case = _case(folder / "given", name, name)
+    case = _write_case(folder / "given", name, name)
     files = sorted(path for path in (folder / "given").rglob("*") if path.is_file())
     texts = [path for path in files if path.suffix in (".csv", ".txt", ".xml")]
-    odd = odd_picture(outside)
+    odd = write_odd_picture(outside)
     if texts and random.integers(2):
         path = texts[int(random.integers(len(texts)))]
-        told = _other_text(path, random, odd)
+        told = _replace_text(path, random, odd)
     elif random.integers(4):
         path = files[int(random.integers(len(files)))]
-        told, data = damaged_bytes(path.read_bytes(), random)
+        told, data = make_damaged_bytes(path.read_bytes(), random)
         path.write_bytes(data)
     else:
         path = files[int(random.integers(len(files)))]
         may_lead = name in _LINKS_FOLLOWED or path.name == _GIVEN
-        told = make_other(path, random, path if may_lead else _canary(path, outside))
+        told = make_other(path, random, path if may_lead else _write_canary(path, outside))
     return Case(f"{name}, {path.name}, {told}", case.names, case.read)
 
 
-def _canary(path: Path, outside: Outside) -> Path:
+def _write_canary(path: Path, outside: Outside) -> Path:
     """A file that was not given and would do in the place of another one."""
-    return outside.file(f"odd{path.suffix}", path.read_bytes())
+    return outside.write_file(f"odd{path.suffix}", path.read_bytes())
 
 
 def make_other(path: Path, random: Random, canary: Path) -> str:
@@ -179,12 +182,12 @@ def make_other(path: Path, random: Random, canary: Path) -> str:
     return way
 
 
-def _other_text(path: Path, random: Random, odd: Path) -> str:
+def _replace_text(path: Path, random: Random, odd: Path) -> str:
     """A cell, a name or a number of it, or what XML has for leading out."""
     leads = (str(odd), os.path.relpath(odd, path.parent), f"../{odd.parent.name}/{odd.name}", "/dev/zero", "..", "a\0b")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".csv":
-        return _other_cell(path, random, leads)
+        return _replace_cell(path, random, leads)
     if path.suffix == ".txt":
         path.write_text(f"a\n{random.choice(leads)}\n{'b ' * int(random.integers(3))}\n", encoding="utf-8")
         return "a name"
@@ -200,7 +203,7 @@ def _other_text(path: Path, random: Random, odd: Path) -> str:
     return ("an entity", "a number", "an element")[way]
 
 
-def _other_cell(path: Path, random: Random, leads: tuple[str, ...]) -> str:
+def _replace_cell(path: Path, random: Random, leads: tuple[str, ...]) -> str:
     rows = list(csv.reader(StringIO(path.read_text(encoding="utf-8"))))
     row, column = int(random.integers(len(rows))), int(random.integers(len(rows[0])))
     others = {"path": leads, "mask": leads, "region": _REGIONS, "level": _NUMBERS, "label": (*_NUMBERS, *leads)}
@@ -212,12 +215,12 @@ def _other_cell(path: Path, random: Random, leads: tuple[str, ...]) -> str:
 
 
 @cache
-def _made(name: str) -> tuple[TemporaryDirectory[str], Path]:
+def _make_folder(name: str) -> tuple[TemporaryDirectory[str], Path]:
     held = TemporaryDirectory()
     KINDS[name][0](Path(held.name))
     return held, Path(held.name)
 
 
-def _case(folder: Path, name: str, told: str) -> Case:
-    shutil.copytree(_made(name)[1], folder)
+def _write_case(folder: Path, name: str, told: str) -> Case:
+    shutil.copytree(_make_folder(name)[1], folder)
     return Case(told, folder, lambda: KINDS[name][1](folder))

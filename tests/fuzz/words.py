@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
@@ -41,32 +41,32 @@ LINES: tuple[tuple[int, str], ...] = (
 """Ranks, and the words behind `python -m mpi4dl_nb.engines`; for 0 ranks those behind `python -m mpi4dl_nb`."""
 
 _LONG = ("99999999999999999999", "-99999999999999999999", "9" * 5000)
-WHOLE = (*_words("-1 0 1 2 3 4 7 255 4096 1000000 2147483648 1000000000000"), *_LONG)
-PARTS = _words("1e9 1.5 0.5 0.0 -0.1 1e-320 1e308 1e400 nan -inf")
-SEVERAL = _words("4,2 1,1 4, , -1,-1,0,0 0,0,8,8 0,0,1000000000000,8 31,31,99999999999999999999,1 2:nan 0:-1 1:1e400")
-SIZES = (*_words("2x2 1x1 4x1 0x0 2x2, 3x 17x5 1000000x1000000 99999999999x1"), "1x" + "9" * 5000)
+WHOLE = (*_split("-1 0 1 2 3 4 7 255 4096 1000000 2147483648 1000000000000"), *_LONG)
+PARTS = _split("1e9 1.5 0.5 0.0 -0.1 1e-320 1e308 1e400 nan -inf")
+SEVERAL = _split("4,2 1,1 4, , -1,-1,0,0 0,0,8,8 0,0,1000000000000,8 31,31,99999999999999999999,1 2:nan 0:-1 1:1e400")
+SIZES = (*_split("2x2 1x1 4x1 0x0 2x2, 3x 17x5 1000000x1000000 99999999999x1"), "1x" + "9" * 5000)
 ODD = (
-    *_words("[ %s%n {0} $(id) ' \\ é\udcff 0x10 1_000 +3 ² ٣ - -- auto square vertical 2x2 cuda cuda:99 meta cpu"),
-    *_words("float16 bfloat16 float64 1f1b gems interleaved zero_bubble all server peers flip,stain crop cifar"),
-    *_words("medical scores null sgd adagrad"), "", " ", "a" * 10_000,
+    *_split("[ %s%n {0} $(id) ' \\ é\udcff 0x10 1_000 +3 ² ٣ - -- auto square vertical 2x2 cuda cuda:99 meta cpu"),
+    *_split("float16 bfloat16 float64 1f1b gems interleaved zero_bubble all server peers flip,stain crop cifar"),
+    *_split("medical scores null sgd adagrad"), "", " ", "a" * 10_000,
 )  # fmt: skip
 _JSON = (
-    *_words('[] {} null [NaN] [1e999] {"":{}} {":":[]} {"os:getcwd":[]} [3,4000000,99] {"in_channels":3} [3,4,0]'),
-    *_words('[{"torch:zeros":[1000000,1000000]}] [3,4,33] [-3,4,3] [1,4,3] [3,4,3,1000000] [3,4,[3,3,3]] ["3",4,3]'),
-    *_words('[3,4,3,1,1,1,1,true,"reflect"] [3,4,1,1,99999999999999999999] [3,99999999999999999999,1]'), "[" * 50_000,
+    *_split('[] {} null [NaN] [1e999] {"":{}} {":":[]} {"os:getcwd":[]} [3,4000000,99] {"in_channels":3} [3,4,0]'),
+    *_split('[{"torch:zeros":[1000000,1000000]}] [3,4,33] [-3,4,3] [1,4,3] [3,4,3,1000000] [3,4,[3,3,3]] ["3",4,3]'),
+    *_split('[3,4,3,1,1,1,1,true,"reflect"] [3,4,1,1,99999999999999999999] [3,99999999999999999999,1]'), "[" * 50_000,
 )  # fmt: skip
-_MODELS = _words(
+_MODELS = _split(
     "mpi4dl_nb.engines.models : a: :b ..:x mpi4dl_nb.engines.models:resnet21 mpi4dl_nb: os:getcwd sys:exit "
     "builtins:print torch:ones json:loads unet no.such:thing torch.nn:Module torch.nn:Identity "
     "torch.nn:Conv3d torch.nn:ConvTranspose2d torch.nn:Linear "
     "torch.nn:LazyConv2d torch.nn:Transformer torch.nn:Sequential"
 )
-_IN = _words("a.png classes pipe nothing empty noise loop /dev/zero /dev/null noise/x t.csv .")
-_OUT = (*_words("classes pipe no/such/folder noise noise/x.csv loop pipe.csv x.jsonl noise.json"), "")
+_IN = _split("a.png classes pipe nothing empty noise loop /dev/zero /dev/null noise/x t.csv .")
+_OUT = (*_split("classes pipe no/such/folder noise noise/x.csv loop pipe.csv x.jsonl noise.json"), "")
 KINDS: dict[str, tuple[str, ...]] = {
     "--model": _MODELS,
     "--model-args": _JSON,
-    "--batch-size": (*_words("-1 0 1 2 7 1000000000000"), *_LONG),
+    "--batch-size": (*_split("-1 0 1 2 7 1000000000000"), *_LONG),
     **dict.fromkeys(("--image", "--weights", "--datapath", "--validate-path", "--resume", "--within"), _IN),
     **dict.fromkeys(("--to", "--log", "--save", "--folder"), _OUT),
     **dict.fromkeys(("--image-size", "--slice-method"), SIZES),

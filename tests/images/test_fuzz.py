@@ -15,7 +15,7 @@ CASES = {"pictures": 2160, "tables": 70, "zarr": 70}
 @pytest.mark.parametrize("name", CASES)
 def test_damaged_files_are_read_or_refused_and_nothing_else(name: str):
     tally = fuzz.run_elsewhere(name, 0, CASES[name], seed=0)
-    line = tally.line(name, 0)
+    line = tally.make_line(name, 0)
     assert (tally.wrong, tally.warned, tally.canaries) == ([], {}, 0)
     assert line["read"] + line["refused"] == CASES[name]
     # Of damaged Zarr stores a tenth is read: most damage is in JSON, where a wrong scale or level is refused, too.

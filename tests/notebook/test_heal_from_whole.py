@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.train import checkpoint_reader
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import Heard
-from tests.notebook.test_healing import DATA, make_training, schedule_fault
+from tests.notebook.test_healing import DATA, insert_fault, make_training
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def fit_two_epochs(cluster: Cluster, folder: Path, note: Path, spoiled: int, ste
     found, heard = make_training(cluster), Heard()
     if spoiled:
         cut_saves_from(found, spoiled)
-        schedule_fault(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1, pause_s=0.5)
+        insert_fault(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1, pause_s=0.5)
     losses = found.fit(
         DATA, epochs=2, progress=False, save=folder, save_every=1, keep=4, on_failure="heal", monitor=heard
     ).losses

@@ -29,11 +29,11 @@ from mpi4dl_nb.training.loops import BatchLoop
 from mpi4dl_nb.training.progress import ProgressRecorder
 from mpi4dl_nb.training.recovery import choose_plan
 from mpi4dl_nb.training.training import Training
-from tests.chaos.faults import Fault, arm
-from tests.chaos.training import SHAPE, Heard, batches, model
+from tests.chaos.faults import Fault, schedule_fault
+from tests.chaos.training import SHAPE, Heard, make_batches, make_model
 
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=2, slice_method="vertical", parts=2, precision="float64")
-DATA = batches(4, seed=3)
+DATA = make_batches(4, seed=3)
 
 
 @pytest.fixture(scope="module", params=["loopback", "mpi"])
@@ -56,7 +56,7 @@ over_loopback = pytest.mark.parametrize("shared", ["loopback"], indirect=True)
 
 
 def make_training(cluster: Cluster) -> Training:
-    return Training(model(), PLAN, cluster, SHAPE)
+    return Training(make_model(), PLAN, cluster, SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,12 @@ def undisturbed():
         return found.fit(DATA, epochs=2, progress=False).losses, found.state_dict()
 
 
-def schedule_fault(
+def insert_fault(
     found: Training, kind: str, tmp_path: Path, steps: int = 6, rank: int = 1, at: int = 7, pause_s: float = 0.0
 ) -> None:
     """After so many steps, at an instruction, a rank comes to harm."""
     at += steps * len(found.programs[rank].steps)
-    found.cluster.call(arm, Fault(kind, "rank", "step", rank, at, 0.0, tmp_path / "note", pause_s=pause_s))
+    found.cluster.call(schedule_fault, Fault(kind, "rank", "step", rank, at, 0.0, tmp_path / "note", pause_s=pause_s))
 
 
 def check(found: Training, losses: Any, undisturbed: Any) -> None:
@@ -86,7 +86,7 @@ def check(found: Training, losses: Any, undisturbed: Any) -> None:
 @pytest.mark.nightly
 def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
     found, heard, log = make_training(cluster), Heard(), tmp_path / "log.jsonl"
-    schedule_fault(found, "raise", tmp_path)
+    insert_fault(found, "raise", tmp_path)
     history = found.fit(
         DATA, epochs=2, progress=False, save=tmp_path / "saved", on_failure="heal", monitor=heard, log=log
     )
@@ -105,7 +105,7 @@ def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
 def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
     """Saved after steps 3 and 6, and hurt in the eighth: one step is done again."""
     found, heard, log = make_training(cluster), Heard(), tmp_path / "log.jsonl"
-    schedule_fault(found, kind, tmp_path, steps=7)
+    insert_fault(found, kind, tmp_path, steps=7)
     history = found.fit(
         DATA, epochs=2, progress=False, save=tmp_path / "saved", save_every=3, on_failure="heal", monitor=heard, log=log
     )
@@ -123,7 +123,7 @@ def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
 @over_mpi
 def test_the_others_go_on_under_another_plan(cluster, undisturbed, tmp_path):
     found, heard = make_training(cluster), Heard()
-    schedule_fault(found, "kill", tmp_path)
+    insert_fault(found, "kill", tmp_path)
     held_out = SyntheticImages(3, SHAPE[2:], 4, seed=1)
     history = found.fit(
         DATA, epochs=2, progress=False, save=tmp_path / "s", on_failure="shrink", monitor=heard, held_out=held_out
@@ -146,7 +146,7 @@ def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
         torch.manual_seed(0)
         found = Training(UNet(num_classes=3, width=4, depth=1), plan, cluster, (2, 3, 16, 24))
         if faulty:
-            schedule_fault(found, "kill", tmp_path, steps=6)
+            insert_fault(found, "kill", tmp_path, steps=6)
         history = found.fit(
             images, epochs=2, progress=False, held_out=images, seed=4, save=folder, save_every=5, on_failure="heal"
         )
@@ -173,7 +173,7 @@ def test_a_second_try_goes_on_from_what_the_first_has_loaded(cluster, undisturbe
         resume(loop, place)
 
     monkeypatch.setattr(BatchLoop, "resume", resume_later)
-    schedule_fault(found, "raise", tmp_path, steps=4, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
+    insert_fault(found, "raise", tmp_path, steps=4, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
     saving = {"save": tmp_path / "saved", "save_every": 3}
     history = found.fit(DATA, epochs=2, progress=False, on_failure="heal", **saving)
     assert len(tries) == 2
@@ -224,7 +224,7 @@ def test_how_to_heal_is_checked(cluster, tmp_path):
 def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster, tmp_path):
     found = make_training(cluster)
     saved = found.save(tmp_path / "saved")
-    schedule_fault(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
+    insert_fault(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
     with pytest.raises(RankError, match="a fault"):
         found.step(*DATA[0])
     uses = [lambda: found.step(*DATA[0]), found.state_dict, lambda: found.save(tmp_path)]
@@ -242,9 +242,9 @@ def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster
     """Some have moved their statistics, or their weights, and some have not."""
 
     def fit_model(faulty: bool) -> tuple[Any, dict[str, torch.Tensor], Heard]:
-        found, heard = Training(model(), replace(PLAN, sync_batchnorm=sync_batchnorm), cluster, SHAPE), Heard()
+        found, heard = Training(make_model(), replace(PLAN, sync_batchnorm=sync_batchnorm), cluster, SHAPE), Heard()
         if faulty:
-            schedule_fault(found, "raise", tmp_path, steps=2, at=len(found.programs[1].steps) - 1)
+            insert_fault(found, "raise", tmp_path, steps=2, at=len(found.programs[1].steps) - 1)
         history = found.fit(
             DATA, progress=False, save=tmp_path / f"{faulty}", save_every=1, on_failure="heal", monitor=heard
         )
@@ -352,28 +352,28 @@ def test_fewer_ranks_compute_the_same(cluster):
     plan = choose_plan(make_training(cluster), 2)
     assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")
     random.seed(0)
-    both_ways = Training(model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
+    both_ways = Training(make_model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
     alone = choose_plan(both_ways, 1)
     assert (alone.ranks, alone.accumulate, alone.micro_batches) == (1, 2, 2)
-    three = Training(model(), Plan(split_size=1, spatial_size=0, data_parallel=3), cluster, SHAPE)
+    three = Training(make_model(), Plan(split_size=1, spatial_size=0, data_parallel=3), cluster, SHAPE)
     assert choose_plan(three, 1).accumulate == 3
 
 
 @over_loopback
 def test_where_each_tile_is_normalised_by_itself_the_tiles_stay(cluster):
     """Without them it would compute something else, and two directions cannot be normalised so."""
-    alone = Training(model(), Plan(split_size=3, spatial_size=0, sync_batchnorm=False), cluster, SHAPE)
+    alone = Training(make_model(), Plan(split_size=3, spatial_size=0, sync_batchnorm=False), cluster, SHAPE)
     plan = choose_plan(alone, 2)
     assert not plan.sync_batchnorm
     assert not plan.bidirectional
     assert all(grid.tiles == 1 for grid in plan.grids)
     tiles = Plan(split_size=1, num_spatial_parts=3, slice_method="1x3", sync_batchnorm=False)
     with pytest.raises(PlanError, match="No plan for 2 ranks"):
-        choose_plan(Training(model(), tiles, cluster, SHAPE), 2)
+        choose_plan(Training(make_model(), tiles, cluster, SHAPE), 2)
     # Two tiles of all layers are not the two tiles of the first stage: their norms would see other pixels.
     staged = Plan(split_size=2, num_spatial_parts=2, slice_method="vertical", sync_batchnorm=False)
     with pytest.raises(PlanError, match="No plan for 2 ranks"):
-        choose_plan(Training(model(), staged, cluster, SHAPE), 2)
+        choose_plan(Training(make_model(), staged, cluster, SHAPE), 2)
 
 
 @over_loopback

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.interrupts import Interrupts
 from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.training.training import Training
-from tests.chaos.training import SHAPE, batches, model
+from tests.chaos.training import SHAPE, make_batches, make_model
 from tests.mpi import mpi_environment
 from tests.notebook.test_healing import PLAN
 
@@ -26,7 +26,7 @@ STEPS = 400
 SCRIPT = """
 import sys
 from mpi4dl_nb import Cluster, Training
-from tests.chaos.training import SHAPE, batches, model
+from tests.chaos.training import SHAPE, make_batches, make_model
 from tests.notebook.test_healing import PLAN
 
 class Told:
@@ -36,9 +36,9 @@ class Told:
     def end(self, outcome): pass
 
 with Cluster(3, backend=sys.argv[2]) as cluster:
-    training = Training(model(), PLAN, cluster, SHAPE)
+    training = Training(make_model(), PLAN, cluster, SHAPE)
     saved = {"save": sys.argv[1], "save_every": int(sys.argv[3])}
-    training.fit(batches(4, seed=3), epochs=100, progress=False, monitor=Told(), **saved)
+    training.fit(make_batches(4, seed=3), epochs=100, progress=False, monitor=Told(), **saved)
 """
 
 
@@ -66,10 +66,10 @@ def list_family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def check_goes_on(folder: Path) -> None:
     """What was saved is a training of so many steps, to the bit."""
     with Cluster(3, backend="loopback") as cluster:
-        loaded, fresh = (Training(model(), PLAN, cluster, SHAPE) for _ in range(2))
+        loaded, fresh = (Training(make_model(), PLAN, cluster, SHAPE) for _ in range(2))
         steps = loaded.load(folder)
         assert 3 <= steps < STEPS
-        data = batches(4, seed=3)
+        data = make_batches(4, seed=3)
         for number in range(steps):
             fresh.step(*data[number % 4])
         for one, other in zip(loaded.state_dict().values(), fresh.state_dict().values(), strict=True):

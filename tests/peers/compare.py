@@ -90,7 +90,7 @@ def run_system(system: str, ranks: int, jobs: Sequence[str], limit_s: float = _L
                 about |= answer
             elif "job" in answer:
                 left.remove(answer["job"])
-                yield {**about, **_judge(answer)}
+                yield {**about, **_evaluate_answer(answer)}
             else:
                 yield from ({**about, "job": job, **_name_failure(answer["failure"])} for job in left)
 
@@ -111,7 +111,7 @@ def _ask(system: str, ranks: int, folder: str, jobs: Sequence[str], limit_s: flo
             yield {"failure": f"{CUT_OFF} after {limit_s:g} s" if code == 124 else f"ended with code {code}: {last}"}
 
 
-def _judge(answer: dict[str, str]) -> Line:
+def _evaluate_answer(answer: dict[str, str]) -> Line:
     """A result that is wrong counts, also where the job fails after it; one that is missing is a failure."""
     reference = _get_reference(answer["job"])
     with np.load(answer["results"]) as file:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from tests.peers.forked import run_forked
 from tests.peers.jobs import Arrays, Job, make_cotangent
 from tests.peers.outcome import Outcome
-from tests.peers.torch_operators import TorchOperators, to_arrays, weigh_output
+from tests.peers.torch_operators import TorchOperators, compute_loss, to_arrays
 
 MESHES = {2: ((2,), (Shard(2),)), 4: ((2, 2), (Shard(2), Shard(3)))}
 
@@ -44,7 +44,7 @@ def run_jobs(names: list[str], ranks: int) -> Iterator[Outcome]:
         }
         output = job.forward(TorchOperators(), image, weights).full_tensor()
         yield to_arrays(output=output)
-        weigh_output(output, torch.from_numpy(make_cotangent(tuple(output.shape)))).backward()
+        compute_loss(output, torch.from_numpy(make_cotangent(tuple(output.shape)))).backward()
         yield to_arrays(image=image.grad.full_tensor(), **{n: w.grad.full_tensor() for n, w in weights.items()})
 
     yield from run_forked(names, ranks, compute)

@@ -35,14 +35,14 @@ def run_forked(names: list[str], processes: int, compute: Compute, limit_s: floa
         with tempfile.TemporaryDirectory() as path:
             folder, job = Path(path), find_job(name)
             ranks: list[BaseProcess] = [
-                context.Process(target=_work, args=(compute, job, rank, folder, os.getpid()), daemon=True)
+                context.Process(target=_write_results, args=(compute, job, rank, folder, os.getpid()), daemon=True)
                 for rank in range(processes)
             ]
             reason = _wait(ranks, limit_s)
             yield Outcome(name, _read_results(folder), _read_error(folder) or reason)
 
 
-def _work(compute: Compute, job: Job, rank: int, folder: Path, parent: int) -> None:
+def _write_results(compute: Compute, job: Job, rank: int, folder: Path, parent: int) -> None:
     end_with_parent(parent)  # which is killed if it takes too long
     try:
         for number, results in enumerate(compute(job, rank, folder)):

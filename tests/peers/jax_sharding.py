@@ -110,9 +110,9 @@ def _compute(job: Job, ranks: int | None) -> Arrays:
         image = jax.device_put(image, NamedSharding(mesh, PartitionSpec(None, None, *axes)))
         weights = jax.device_put(weights, NamedSharding(mesh, PartitionSpec()))
 
-    def weigh(image: Any, weights: Any) -> Any:
+    def compute_loss(image: Any, weights: Any) -> Any:
         output = job.forward(JaxOperators(), image, weights)
         return (output * make_cotangent(output.shape)).sum(), output
 
-    (_, output), grads = jax.jit(jax.value_and_grad(weigh, argnums=(0, 1), has_aux=True))(image, weights)
+    (_, output), grads = jax.jit(jax.value_and_grad(compute_loss, argnums=(0, 1), has_aux=True))(image, weights)
     return {name: np.asarray(values) for name, values in {"output": output, "image": grads[0], **grads[1]}.items()}

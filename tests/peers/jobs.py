@@ -61,19 +61,19 @@ def make_cotangent(shape: tuple[int, ...]) -> NDArray[np.float64]:
     return np.random.default_rng(1).standard_normal(shape)
 
 
-def _convolution(name: str, size: int, image_shape: tuple[int, int, int, int] = (2, 4, 16, 16), **how: int) -> Job:
+def _make_convolution(name: str, size: int, image_shape: tuple[int, int, int, int] = (2, 4, 16, 16), **how: int) -> Job:
     kernel = {"kernel": (4, image_shape[1], size, size)}
     return Job(name, lambda operators, x, w: operators.convolve(x, w["kernel"], **how), kernel, image_shape)
 
 
-def _norm(kind: str) -> Job:
+def _make_norm(kind: str) -> Job:
     def forward(operators: Operators, x: Any, w: Weights) -> Any:
         return operators.normalise(x, w["scale"], w["shift"], kind)
 
     return Job(f"{kind} norm", forward, {"scale": (4,), "shift": (4,)})
 
 
-def _residual_block(operators: Operators, x: Any, w: Weights) -> Any:
+def _run_residual_block(operators: Operators, x: Any, w: Weights) -> Any:
     y = operators.convolve(x, w["first"], padding=1)
     y = operators.rectify(operators.normalise(y, w["scale"], w["shift"], "batch"))
     y = operators.convolve(y, w["second"], padding=1)
@@ -81,7 +81,7 @@ def _residual_block(operators: Operators, x: Any, w: Weights) -> Any:
     return operators.rectify(y + x)
 
 
-def _unet(operators: Operators, x: Any, w: Weights) -> Any:
+def _run_unet(operators: Operators, x: Any, w: Weights) -> Any:
     fine = operators.rectify(operators.convolve(x, w["fine"], padding=1))
     coarse = operators.pool_max(fine, 2, 2, 0)
     coarse = operators.rectify(operators.convolve(coarse, w["coarse"], padding=1))
@@ -90,39 +90,39 @@ def _unet(operators: Operators, x: Any, w: Weights) -> Any:
     return operators.convolve(joined, w["head"], padding=1)
 
 
-def _two_convolutions(operators: Operators, x: Any, w: Weights) -> Any:
+def _run_two_convolutions(operators: Operators, x: Any, w: Weights) -> Any:
     y = operators.rectify(operators.convolve(x, w["first"], stride=2, padding=1))
     return operators.convolve(y, w["second"], padding=1)
 
 
 _SCALES = {"scale": (4,), "shift": (4,), "scale 2": (4,), "shift 2": (4,)}
 JOBS = (
-    _convolution("convolution 3 x 3", 3, padding=1),
-    _convolution("convolution 3 x 3, stride 2", 3, padding=1, stride=2),
-    _convolution("convolution 7 x 7, stride 2", 7, padding=3, stride=2),
-    _convolution("convolution 3 x 3, dilation 2", 3, padding=2, dilation=2),
-    _convolution("convolution 4 x 4, stride 2", 4, padding=1, stride=2),
+    _make_convolution("convolution 3 x 3", 3, padding=1),
+    _make_convolution("convolution 3 x 3, stride 2", 3, padding=1, stride=2),
+    _make_convolution("convolution 7 x 7, stride 2", 7, padding=3, stride=2),
+    _make_convolution("convolution 3 x 3, dilation 2", 3, padding=2, dilation=2),
+    _make_convolution("convolution 4 x 4, stride 2", 4, padding=1, stride=2),
     Job(
         "transposed convolution 4 x 4, stride 2",
         lambda operators, x, w: operators.convolve_transposed(x, w["kernel"], stride=2, padding=1),
         {"kernel": (4, 3, 4, 4)},
     ),
-    _norm("batch"),
-    _norm("group"),
-    _norm("instance"),
+    _make_norm("batch"),
+    _make_norm("group"),
+    _make_norm("instance"),
     Job("max pool 3 x 3, stride 2", lambda operators, x, w: operators.pool_max(x, 3, 2, 1), {}),
     Job("bilinear, 2 times as large", lambda operators, x, w: operators.double_bilinearly(x), {}),
     Job("global average pool", lambda operators, x, w: operators.pool_globally(x), {}),
-    Job("residual block", _residual_block, {"first": (4, 4, 3, 3), "second": (4, 4, 3, 3), **_SCALES}),
+    Job("residual block", _run_residual_block, {"first": (4, 4, 3, 3), "second": (4, 4, 3, 3), **_SCALES}),
     Job(
         "U-Net",
-        _unet,
+        _run_unet,
         {"fine": (4, 4, 3, 3), "coarse": (8, 4, 3, 3), "up": (8, 4, 2, 2), "head": (2, 8, 3, 3)},
     ),
-    _convolution("convolution 3 x 3, 17 x 19 px", 3, (2, 4, 17, 19), padding=1),
+    _make_convolution("convolution 3 x 3, 17 x 19 px", 3, (2, 4, 17, 19), padding=1),
     Job(
         "two convolutions, 66 x 96 px",
-        _two_convolutions,
+        _run_two_convolutions,
         {"first": (8, 3, 3, 3), "second": (8, 8, 3, 3)},
         (2, 3, 66, 96),
     ),

@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.peers.jobs import Arrays, find_job, make_cotangent
 from tests.peers.outcome import Outcome
-from tests.peers.torch_operators import JobNetwork, to_arrays, weigh_output
+from tests.peers.torch_operators import JobNetwork, compute_loss, to_arrays
 
 GRIDS = {2: "2x1", 4: "2x2"}
 
@@ -48,7 +48,7 @@ def compute_on_rank(host: RankServer, name: str, plan: Plan) -> dict[str, tuple[
     with torch.no_grad():
         shape = tuple(network(image).shape)
     cotangent = torch.from_numpy(make_cotangent(shape))
-    recipe = prepare(network, plan, image.shape, weigh_output, labels=TensorSpec(shape, "float64"), device="cpu")
+    recipe = prepare(network, plan, image.shape, compute_loss, labels=TensorSpec(shape, "float64"), device="cpu")
     program = Compiler(recipe.graph, plan, input_gradient=True).compile_rank(host.world.rank)
     weights = {weight: recipe.state[weight].clone().requires_grad_() for weight in program.weights}
     worker = Worker(program, host.world, weights, {})

@@ -18,7 +18,7 @@ from tests.peers.dtensor import MESHES
 from tests.peers.forked import run_forked
 from tests.peers.jobs import Arrays, Job, make_cotangent
 from tests.peers.outcome import Outcome
-from tests.peers.torch_operators import JobNetwork, to_arrays, weigh_output
+from tests.peers.torch_operators import JobNetwork, compute_loss, to_arrays
 
 
 def get_version() -> str:
@@ -35,7 +35,7 @@ def run_jobs(names: list[str], ranks: int) -> Iterator[Outcome]:
 
     def compute(job: Job, rank: int, folder: Path) -> Iterator[Arrays]:
         torch.set_num_threads(1)
-        _meet(rank, ranks, folder)
+        _set_environment(rank, ranks, folder)
         with patch.object(dist, "init_process_group", _begin_on_cpu):
             DistributedManager.initialize()
         shape, placements = MESHES[ranks]
@@ -45,7 +45,7 @@ def run_jobs(names: list[str], ranks: int) -> Iterator[Outcome]:
         image = scatter_tensor(torch.from_numpy(inputs["image"]), 0, mesh, placements, requires_grad=True)
         output = network(image).full_tensor()
         yield to_arrays(output=output)
-        weigh_output(output, torch.from_numpy(make_cotangent(tuple(output.shape)))).backward()
+        compute_loss(output, torch.from_numpy(make_cotangent(tuple(output.shape)))).backward()
         grads = {name: weight.grad for name, weight in zip(network.names, network.weights, strict=True)}
         yield to_arrays(image=image.grad.full_tensor(), **grads)
 
@@ -60,7 +60,7 @@ def _begin_on_cpu(*arguments: Any, device_id: object = None, **settings: Any) ->
     _begin(*arguments, **settings)
 
 
-def _meet(rank: int, ranks: int, folder: Path) -> None:
+def _set_environment(rank: int, ranks: int, folder: Path) -> None:
     """Set the variables from which PhysicsNeMo knows its processes; the first one chooses a free port."""
     path = folder / "port"
     if rank == 0:

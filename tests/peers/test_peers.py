@@ -127,13 +127,13 @@ def test_a_wrong_result_counts_also_where_the_job_fails_after_it(factor, refusal
     reference["output"] *= factor
     np.savez(tmp_path / "results.npz", **reference)
     answer = {"job": JOBS[0].name, "results": str(tmp_path / "results.npz"), "refusal": refusal}
-    line = compare._judge(answer)
+    line = compare._evaluate_answer(answer)
     assert (line["verdict"], line["output"], line.get("reason", "")) == (verdict, factor - 1, refusal)
 
 
 def test_a_job_without_all_results_is_not_exact(tmp_path):
     np.savez(tmp_path / "results.npz", output=compute_reference(JOBS[0])["output"])
-    line = compare._judge({"job": JOBS[0].name, "results": str(tmp_path / "results.npz"), "refusal": ""})
+    line = compare._evaluate_answer({"job": JOBS[0].name, "results": str(tmp_path / "results.npz"), "refusal": ""})
     assert line["verdict"] == "error"
     assert "kernel" in line["reason"]
 

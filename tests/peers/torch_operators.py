@@ -56,7 +56,7 @@ class JobNetwork(nn.Module):
         return self.job.forward(TorchOperators(), x, dict(zip(self.names, self.weights, strict=True)))
 
 
-def weigh_output(output: Tensor, cotangent: Tensor) -> Tensor:
+def compute_loss(output: Tensor, cotangent: Tensor) -> Tensor:
     """Return the loss whose gradient with respect to the output is the cotangent."""
     return (output * cotangent).sum()
 
@@ -71,6 +71,6 @@ def compute_reference(job: Job) -> Arrays:
     inputs = job.make_inputs()
     network, image = JobNetwork(job, inputs), torch.from_numpy(inputs["image"]).requires_grad_()
     output = network(image)
-    weigh_output(output, torch.from_numpy(make_cotangent(tuple(output.shape)))).backward()
+    compute_loss(output, torch.from_numpy(make_cotangent(tuple(output.shape)))).backward()
     grads = {name: weight.grad for name, weight in zip(network.names, network.weights, strict=True)}
     return to_arrays(output=output, image=image.grad, **grads)
