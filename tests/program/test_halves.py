@@ -32,7 +32,7 @@ from mpi4dl_nb.engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 from tests.predict.measured import live_values
 from tests.sampling import trials
-from tests.spatial.drawn import Calls, Geometry, geometries, seeds
+from tests.spatial.drawn import Calls, Geometry, generate_geometries, seeds
 from tests.zoo import Segmenter, Skips
 
 
@@ -132,7 +132,7 @@ def test_no_message_more(model: nn.Module, grid: str):
 
 @pytest.mark.nightly
 @trials(25)
-@given(g=geometries(), groups=st.integers(1, 2), seed=seeds)
+@given(g=generate_geometries(), groups=st.integers(1, 2), seed=seeds)
 @example(g=Geometry(Grid(2, 2), (9, 12), (5, 6), (3, 3), (2, 2), (1, 1), (1, 1), (0, 1)), groups=2, seed=0)
 def test_convolution(g: Geometry, groups: int, seed: int):
     conv = nn.Conv2d(groups, groups, g.kernel, g.stride, g.padding, g.dilation, groups)
@@ -142,7 +142,7 @@ def test_convolution(g: Geometry, groups: int, seed: int):
 
 @pytest.mark.nightly
 @trials(10)
-@given(g=geometries(pool=True, dilated=False), seed=seeds)
+@given(g=generate_geometries(pool=True, dilated=False), seed=seeds)
 def test_pools(g: Geometry, seed: int):
     settings = g.kernel, g.stride, g.padding
     pixels = whole_numbers(1, 2, *g.image_px, seed=seed)
@@ -153,7 +153,7 @@ def test_pools(g: Geometry, seed: int):
 
 @pytest.mark.nightly
 @trials(10)
-@given(g=geometries(), seed=seeds)
+@given(g=generate_geometries(), seed=seeds)
 def test_transposed_convolution(g: Geometry, seed: int):
     conv = nn.ConvTranspose2d(2, 1, g.kernel, g.stride, g.padding, g.spare_px, dilation=g.dilation)
     pixels = whole_numbers(1, 2, *g.out_px, seed=seed)
