@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.models import UNet, resnet20_v1
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain
 from tests.sampling import trials
-from tests.spatial.drawn import Calls, Geometry, geometries, images_on_grids, seeds
+from tests.spatial.drawn import Calls, Geometry, generate_geometries, generate_images_on_grids, seeds
 from tests.zoo import Segmenter, Skips
 
 
@@ -38,21 +38,21 @@ def check(model: nn.Module, images: torch.Tensor, grid: Grid) -> int:
 
 
 @trials(12)
-@given(shape=geometries(), seed=seeds)
+@given(shape=generate_geometries(), seed=seeds)
 def test_convolutions(shape: Geometry, seed: int):
     model = nn.Conv2d(2, 4, shape.kernel, shape.stride, shape.padding, shape.dilation, groups=2)
     check(with_whole_weights(model, seed), whole_numbers(1, 2, *shape.image_px, seed=seed), shape.grid)
 
 
 @trials(8)
-@given(shape=geometries(pool=True), seed=seeds)
+@given(shape=generate_geometries(pool=True), seed=seeds)
 def test_max_pools(shape: Geometry, seed: int):
     pool = nn.MaxPool2d(shape.kernel, shape.stride, shape.padding, shape.dilation)
     check(pool, whole_numbers(2, 2, *shape.image_px, seed=seed, low=-9, high=-1), shape.grid)
 
 
 @trials(8)
-@given(drawn=images_on_grids(), kernel=st.integers(1, 4), stride=st.integers(1, 3), seed=seeds)
+@given(drawn=generate_images_on_grids(), kernel=st.integers(1, 4), stride=st.integers(1, 3), seed=seeds)
 def test_transposed_convolutions(drawn: tuple[Grid, tuple[int, int]], kernel: int, stride: int, seed: int):
     grid, size_px = drawn
     model = with_whole_weights(nn.ConvTranspose2d(2, 3, kernel, stride), seed)

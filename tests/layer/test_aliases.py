@@ -32,7 +32,7 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-def answer_of(graph: ModelGraph, images: Tensor) -> Tensor:
+def compute_answer(graph: ModelGraph, images: Tensor) -> Tensor:
     """The graph's nodes one after the other, by PyTorch's own operators: apart from our worker."""
     (name,) = graph.inputs
     values: dict[str, Any] = {name: images}
@@ -61,7 +61,7 @@ def is_refused(function: Forward, images: Tensor) -> bool:
         if "reads memory" not in str(error):
             raise
         return True
-    assert torch.equal(answer_of(graph, images), wanted)
+    assert torch.equal(compute_answer(graph, images), wanted)
     return False
 
 

@@ -75,7 +75,7 @@ def test_places_of_tensors():
     assert list(found) == ["out.0", "more.logits"]
 
 
-def deep_supervision(prediction: Any, labels: Tensor) -> Tensor:
+def compute_deep_supervision(prediction: Any, labels: Tensor) -> Tensor:
     """Of everything that the model answers, the first counting most."""
     return torch.stack([(each - labels).square().sum() / 2**index for index, each in enumerate(prediction)]).sum()
 
@@ -92,11 +92,13 @@ SEVERAL: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_several_answers_go_to_a_loss_that_takes_them(name: str, split: int):
     """Deep supervision: the loss begins behind the last of them, whichever was made first."""
     model, images, labels = Answers(SEVERAL[name]), whole_numbers(1, 3, 8, 10), whole_numbers(1, 4, 8, 10, seed=1)
-    graph = trace(model, deep_supervision, TensorSpec(images.shape, "float64"), TensorSpec(labels.shape, "float64"))
+    graph = trace(
+        model, compute_deep_supervision, TensorSpec(images.shape, "float64"), TensorSpec(labels.shape, "float64")
+    )
     assert [layer.name for layer in find_layers(graph)] == ["first", "second"]
     assert len(graph.answers) == 2
     plan = Plan(split_size=split, spatial_size=split, num_spatial_parts=4, precision="float64")
-    assert_exact(with_whole_weights(model), images, plan, labels, deep_supervision)
+    assert_exact(with_whole_weights(model), images, plan, labels, compute_deep_supervision)
 
 
 def test_several_answers_and_a_loss_of_one_tensor():

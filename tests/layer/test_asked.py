@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
 from tests.exact import assert_exact, tiled, whole_numbers
-from tests.layer.test_trace import Calls, traced
+from tests.layer.test_trace import Calls, trace_with_sum
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -25,13 +25,13 @@ KNOWN: dict[str, Forward] = {
     "a size": lambda x: x[:, :, : int(torch.linspace(0, x.shape[2], 3)[1])] * 2,
     "an index": lambda x: x * range(5)[torch.tensor(3)],
     "of another tensor's shape": lambda x: x * float(x.new_full((2, 3), 0.5).sum()),
-    "written before": lambda x: x * counted(x).tolist()[1],
+    "written before": lambda x: x * make_counts(x).tolist()[1],
     "numpy": lambda x: x * float(torch.arange(4).numpy().sum()),
     "contains": lambda x: x * 3 if 2 in torch.arange(4) else x,
 }
 
 
-def counted(x: Tensor) -> Tensor:
+def make_counts(x: Tensor) -> Tensor:
     counts = torch.zeros(3)
     counts[1:] += torch.arange(2) + x.shape[1]
     return counts
@@ -43,30 +43,30 @@ def test_numbers_that_follow_from_shapes_are_known(name: str):
     assert_exact(Calls(KNOWN[name]), whole_numbers(1, 2, 6, 6), tiled("2x1"))
 
 
-def by_written(x: Tensor) -> Tensor:
+def choose_by_written(x: Tensor) -> Tensor:
     counts = torch.zeros(3)
     counts[1:] = x[0, 0, 0, :2]
     return x if counts.tolist()[1] > 0 else -x
 
 
-def by_drawn(x: Tensor) -> Tensor:
+def choose_by_random(x: Tensor) -> Tensor:
     return x * torch.rand(1).item() if torch.rand(1).item() > 0.5 else x
 
 
-def by_sum(x: Tensor) -> Tensor:
+def choose_by_sum(x: Tensor) -> Tensor:
     return x if bool(x.sum() > 0) else -x
 
 
-def by_made(x: Tensor) -> Tensor:
+def choose_by_new_tensor(x: Tensor) -> Tensor:
     return x if x.new_tensor(x[0, 0, 0, 0]).item() > 0 else -x
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
-@pytest.mark.parametrize("forward", [by_written, by_drawn, by_sum, by_made])
+@pytest.mark.parametrize("forward", [choose_by_written, choose_by_random, choose_by_sum, choose_by_new_tensor])
 def test_what_is_not_known_names_file_line_and_tensor(forward: Forward, capfd: pytest.CaptureFixture[str]):
     lines = forward.__code__
     with pytest.raises(TraceError, match=r"asks for the numbers \((tolist|item|bool)\) of a \w+ tensor \(") as caught:
-        traced(forward)
+        trace_with_sum(forward)
     (line,) = re.findall(rf'"{re.escape(__file__)}", line (\d+)', str(caught.value))
     assert lines.co_firstlineno < int(line) < lines.co_firstlineno + 5
     assert capfd.readouterr() == ("", "")  # nothing of PyTorch's graphs
@@ -111,12 +111,12 @@ def test_nor_may_a_tensor_that_is_made_of_it():
             return y
 
     with pytest.raises(TraceError, match=r"numbers of the buffer scale, which are others in each step"):
-        traced(Made(moves=True))
+        trace_with_sum(Made(moves=True))
 
 
 def test_a_buffer_that_counts_may_not():
     with pytest.raises(TraceError, match=r"numbers of the buffer scale, which are others in each step"):
-        traced(Scaled(moves=True))
+        trace_with_sum(Scaled(moves=True))
 
 
 # ---- gradients
@@ -149,11 +149,11 @@ class Efficient(torch.autograd.Function):
 
 def test_a_backward_that_is_not_that_of_forward_is_refused():
     with pytest.raises(TraceError, match=r"Straight.apply\(x\).* calls Straight, .* it is another one"):
-        traced(lambda x: Straight.apply(x) * 2)
+        trace_with_sum(lambda x: Straight.apply(x) * 2)
 
 
 def test_a_backward_that_is_that_of_forward_is_run():
-    graph = traced(lambda x: Efficient.apply(x) * 2)
+    graph = trace_with_sum(lambda x: Efficient.apply(x) * 2)
     assert [node.operator for node in graph.nodes[:3]] == ["aten.sigmoid.default", "aten.mul.Tensor", "aten.mul.Tensor"]
 
 
@@ -161,22 +161,22 @@ def test_a_function_is_looked_into_where_apply_is_no_function_of_python(monkeypa
     """As in torch 2.14, where it is C++ throughout."""
     monkeypatch.delattr(torch.autograd.Function, "apply", raising=False)
     own = {"apply"} & torch.autograd.Function.__dict__.keys()
-    traced(lambda x: Efficient.apply(x) * 2)
+    trace_with_sum(lambda x: Efficient.apply(x) * 2)
     with pytest.raises(TraceError, match="it is another one"):
-        traced(lambda x: Straight.apply(x) * 2)
+        trace_with_sum(lambda x: Straight.apply(x) * 2)
     assert {"apply"} & torch.autograd.Function.__dict__.keys() == own == set()
 
 
 def test_functions_are_as_they_were_behind_a_trace():
     before = torch.autograd.Function.__dict__.get("apply")
-    traced(lambda x: x * 2)
+    trace_with_sum(lambda x: x * 2)
     assert torch.autograd.Function.__dict__.get("apply") is before
     x = torch.ones(2, requires_grad=True)
     Straight.apply(x).sum().backward()
     assert x.grad.tolist() == [1, 1]
 
 
-def hooked(x: Tensor) -> Tensor:
+def register_gradient_hook(x: Tensor) -> Tensor:
     y = x * 2
     y.register_hook(lambda grad: grad * 2)
     return y
@@ -184,7 +184,7 @@ def hooked(x: Tensor) -> Tensor:
 
 def test_a_hook_of_a_gradient_is_refused():
     with pytest.raises(TraceError, match=r"calls Tensor\.register_hook"):
-        traced(Graded(hooked))
+        trace_with_sum(Graded(register_gradient_hook))
 
 
 class Graded(nn.Module):
@@ -196,7 +196,7 @@ class Graded(nn.Module):
         return self.run(x * self.weight)
 
 
-def under_inference_mode(x: Tensor) -> Tensor:
+def add_under_inference_mode(x: Tensor) -> Tensor:
     with torch.inference_mode():
         y = x * 2
     return x + y
@@ -215,7 +215,7 @@ class Doubled(torch.autograd.Function):
 
 
 def test_a_region_without_gradients_in_a_function_ends_there():
-    graph = traced(Frozen(lambda judge, x: judge(Doubled.apply(x))))
+    graph = trace_with_sum(Frozen(lambda judge, x: judge(Doubled.apply(x))))
     assert len(graph.trainable) == 4
 
 
@@ -230,41 +230,41 @@ class Frozen(nn.Module):
         return self.freeze(self.judge, self.first(x))
 
 
-def by_method(judge: nn.Module, x: Tensor) -> Tensor:
+def call_frozen_by_method(judge: nn.Module, x: Tensor) -> Tensor:
     return judge.requires_grad_(False)(x)
 
 
-def by_attribute(judge: nn.Module, x: Tensor) -> Tensor:
+def call_frozen_by_attribute(judge: nn.Module, x: Tensor) -> Tensor:
     judge.weight.requires_grad = False
     return judge(x)
 
 
-def by_call(judge: nn.Module, x: Tensor) -> Tensor:
+def call_with_detached_weights(judge: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(judge, {name: p.detach() for name, p in judge.named_parameters()}, (x,))
 
 
-@pytest.mark.parametrize("freeze", [by_method, by_attribute])
+@pytest.mark.parametrize("freeze", [call_frozen_by_method, call_frozen_by_attribute])
 def test_a_parameter_that_forward_freezes_is_refused(freeze: Callable[[nn.Module, Tensor], Tensor]):
     with pytest.raises(TraceError, match=r"test_asked.py.*sets requires_grad of a parameter to False"):
-        traced(Frozen(freeze))
+        trace_with_sum(Frozen(freeze))
 
 
 def test_the_remedies_freeze_it():
-    assert traced(Frozen(by_call)).trainable == {"model.first.weight", "model.first.bias"}
-    model = Frozen(by_method)
+    assert trace_with_sum(Frozen(call_with_detached_weights)).trainable == {"model.first.weight", "model.first.bias"}
+    model = Frozen(call_frozen_by_method)
     model.judge.requires_grad_(False)
-    assert traced(model).trainable == {"model.first.weight", "model.first.bias"}
+    assert trace_with_sum(model).trainable == {"model.first.weight", "model.first.bias"}
 
 
-def in_a_checkpoint(judge: nn.Module, x: Tensor) -> Tensor:
+def call_in_checkpoint(judge: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(judge, x, use_reentrant=True)
 
 
 def test_a_reentrant_checkpoint_trains_what_one_process_trains():
-    assert_exact(Frozen(in_a_checkpoint).double(), whole_numbers(1, 2, 4, 6), tiled("1x2"), same=torch.allclose)
+    assert_exact(Frozen(call_in_checkpoint).double(), whole_numbers(1, 2, 4, 6), tiled("1x2"), same=torch.allclose)
     names = {"weight", "bias"}
     expected = {f"model.{layer}.{name}" for layer in ("first", "judge") for name in names}
-    assert traced(Frozen(in_a_checkpoint)).trainable == expected
+    assert trace_with_sum(Frozen(call_in_checkpoint)).trainable == expected
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -273,15 +273,15 @@ def test_a_reentrant_checkpoint_of_images_trains_nothing_as_in_one_process():
         def forward(self, x: Tensor) -> Tensor:
             return self.first(self.freeze(self.judge, x))
 
-    assert traced(First(in_a_checkpoint)).trainable == {"model.first.weight", "model.first.bias"}
+    assert trace_with_sum(First(call_in_checkpoint)).trainable == {"model.first.weight", "model.first.bias"}
 
 
 def test_inference_mode_is_refused():
     with pytest.raises(TraceError, match=r"stands under torch.inference_mode\(\).* Use torch.no_grad"):
-        traced(under_inference_mode)
+        trace_with_sum(add_under_inference_mode)
 
 
-def written_without_gradient(x: Tensor) -> Tensor:
+def write_without_gradient(x: Tensor) -> Tensor:
     y = x * 2
     with torch.no_grad():
         y[:, :1] = 0
@@ -291,20 +291,20 @@ def written_without_gradient(x: Tensor) -> Tensor:
 def test_a_write_without_gradient_to_what_has_one_is_refused():
     """Autograd would pass the gradient on as if nothing had been written."""
     with pytest.raises(TraceError, match=r"changes, under torch.no_grad\(\), a tensor that has a gradient"):
-        traced(Graded(written_without_gradient))
+        trace_with_sum(Graded(write_without_gradient))
 
 
 KEPT = torch.tensor([1.0, 2.0])
 
 
-def writes_to_its_own(x: Tensor) -> Tensor:
+def write_to_global(x: Tensor) -> Tensor:
     KEPT[0] = 5
     return x * KEPT.view(2, 1, 1)
 
 
 def test_a_tensor_that_outlives_the_step_may_not_be_written():
     with pytest.raises(TraceError, match="changes a tensor that it has not made"):
-        traced(writes_to_its_own)
+        trace_with_sum(write_to_global)
     assert KEPT.tolist() == [1, 2]
 
 
@@ -316,7 +316,7 @@ def test_the_same_numbers_are_one_constant_whose_type_stays():
         halves = torch.tensor([0.5, 0.25]).view(2, 1, 1)
         return x * halves + torch.tensor([0.5, 0.25]).view(2, 1, 1) + x[:, [1, 0]]
 
-    graph = traced(forward)
+    graph = trace_with_sum(forward)
     types = {graph.buffers[name].dtype: tensor.tolist() for name, tensor in graph.constants.items()}
     assert types == {"float32": [0.5, 0.25], "int64": [1, 0]}
     assert_exact(Calls(forward), whole_numbers(1, 2, 4, 6), tiled("1x2"))
@@ -333,7 +333,7 @@ def test_regions_without_gradients_train_nothing():
                 x = self.first(x)
             return self.second(x)
 
-    graph = traced(Half())
+    graph = trace_with_sum(Half())
     assert graph.trainable == {"model.second.weight", "model.second.bias"}
     assert [node.graded for node in graph.nodes[:3]] == [False, False, True]
 

@@ -231,11 +231,11 @@ def test_a_hook_that_notes_activations_has_none_of_a_trace():
     noted: dict[str, Any] = {"conv": torch.zeros(1), "last": []}
     before = noted["conv"]
 
-    def note(module: nn.Module, given: object, made: Tensor) -> None:
+    def record_activations(module: nn.Module, given: object, made: Tensor) -> None:
         noted["conv"] = made.detach()
         noted["last"].append(made)
 
-    model.conv.register_forward_hook(note)
+    model.conv.register_forward_hook(record_activations)
     TraceCache(model, SHAPE, nn.CrossEntropyLoss()).get_graph(Plan(split_size=1))
     assert noted["conv"] is before
     assert noted["last"] == []
@@ -244,12 +244,12 @@ def test_a_hook_that_notes_activations_has_none_of_a_trace():
 def test_what_a_loss_keeps_is_put_back():
     kept: dict[str, Tensor] = {}
 
-    def loss(p: Tensor, y: Tensor) -> Tensor:
+    def compute_loss(p: Tensor, y: Tensor) -> Tensor:
         if "weights" not in kept:
             kept["weights"] = torch.linspace(1, 2, p.shape[1])
         return nn.functional.cross_entropy(p, y, kept["weights"].to(p.dtype))
 
-    TraceCache(Net(make), SHAPE, loss).get_graph(Plan(split_size=1))
+    TraceCache(Net(make), SHAPE, compute_loss).get_graph(Plan(split_size=1))
     assert kept == {}
 
 
@@ -271,12 +271,12 @@ def test_an_order_of_a_dict_and_its_entries_are_restored():
     held = {"a": torch.zeros(1), "b": 1}
     before = dict(held)
 
-    def change() -> None:
+    def replace_entries() -> None:
         held.clear()
         held.update(c=torch.ones(1), b=2)
 
-    state = OutsideState(change)
-    change()
+    state = OutsideState(replace_entries)
+    replace_entries()
     state.restore()
     assert held == before
 

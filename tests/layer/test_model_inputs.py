@@ -140,7 +140,7 @@ def test_a_model_without_an_argument_is_refused():
 # Labels that are a dict.
 
 
-def box_loss(prediction, labels):
+def compute_box_loss(prediction, labels):
     return (
         nn.functional.cross_entropy(prediction, labels["kind"])
         + (prediction.sum(1) - labels["box"].sum(1)).pow(2).mean()
@@ -176,9 +176,9 @@ def test_a_dict_of_labels_is_packed_into_one_tensor(cluster, asked):
     assert len(message) < 600, "numbers of tensors are no help"
     packing, loss = find_unpacking(message)
     packed = eval(packing, {"torch": torch, "labels": labels})
-    split_loss = eval(loss, {"torch": torch, "your_loss": box_loss})
+    split_loss = eval(loss, {"torch": torch, "your_loss": compute_box_loss})
     training = Training(model, LAYERS, cluster, images.shape, loss=split_loss, labels=packed)
-    assert training.step(images, packed) == pytest.approx(box_loss(model(images), labels).item(), rel=1e-12)
+    assert training.step(images, packed) == pytest.approx(compute_box_loss(model(images), labels).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_what_is_no_tensor_is_described_without_its_numbers(cluster, images, lab
     assert len(str(caught.value)) < 400
 
 
-def test_a_batch_of_three_values_is_told_what_to_do_with_two_images(cluster):
+def test_the_error_for_a_batch_of_three_values_says_what_to_do_with_two_images(cluster):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *make_head(4)).float()
     training = Training(model, Plan(split_size=2, spatial_size=0), cluster, (2, 3, 8, 8))
     image = torch.zeros(2, 3, 8, 8)

@@ -28,7 +28,7 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def penalise(model: nn.Module, p: Tensor, y: Tensor) -> Tensor:
+def add_penalty(model: nn.Module, p: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(p, y) + sum(w.square().sum() for w in model.parameters())
 
 
@@ -58,7 +58,7 @@ def add(value: Callable[[], Tensor]) -> Loss:
 
 
 READS: dict[str, tuple[Callable[[nn.Sequential], Loss], str]] = {
-    "all parameters": (lambda m: partial(penalise, m), r"0.weight, 0.bias, 1.weight and 3 more of the model \("),
+    "all parameters": (lambda m: partial(add_penalty, m), r"0.weight, 0.bias, 1.weight and 3 more of the model \("),
     "a callable object": (Calls, "4.bias of the model"),
     "statistics": (lambda m: add(lambda: m[1].running_mean), "1.running_mean of the model"),
     "a view": (lambda m: add(lambda: m[4].weight.T[0]), "4.weight of the model"),
@@ -89,8 +89,8 @@ def test_a_loss_that_reads_what_training_changes_is_refused(name: str):
 def test_the_error_names_the_line_and_the_remedy():
     model = make_model()
     with pytest.raises(TraceError) as caught:
-        Training(model, ONE, Cluster(1, backend="loopback"), SHAPE, loss=partial(penalise, model))
-    line = penalise.__code__.co_firstlineno + 1
+        Training(model, ONE, Cluster(1, backend="loopback"), SHAPE, loss=partial(add_penalty, model))
+    line = add_penalty.__code__.co_firstlineno + 1
     assert f'"{__file__}", line {line}: return functional' in str(caught.value)
     assert "return it beside the prediction" in str(caught.value)
     assert "weight_decay" in str(caught.value)
@@ -108,18 +108,20 @@ class Penalised(nn.Module):
 
 
 def test_the_remedy_trains_as_plain_pytorch():
-    def loss(answer: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    def compute_loss(answer: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
         return functional.cross_entropy(answer[0], y) + 0.1 * answer[1]
 
     model, images, labels = Penalised(), torch.randn(SHAPE).double(), torch.tensor([0, 2, 1, 1])
     with Cluster(1, backend="loopback") as cluster:
         optimiser, spec = partial(torch.optim.SGD, lr=0.1, momentum=0.9), TensorSpec((4,), "int64")
-        training = Training(copy.deepcopy(model), ONE, cluster, SHAPE, loss=loss, optimiser=optimiser, labels=spec)
+        training = Training(
+            copy.deepcopy(model), ONE, cluster, SHAPE, loss=compute_loss, optimiser=optimiser, labels=spec
+        )
         found = [training.step(images, labels) for _ in range(3)]
     plain, expected = optimiser(model.parameters()), []
     for _ in range(3):
         plain.zero_grad()
-        value = loss(model(images), labels)
+        value = compute_loss(model(images), labels)
         value.backward()
         plain.step()
         expected.append(value.item())

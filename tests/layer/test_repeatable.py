@@ -50,7 +50,7 @@ def count_in_a_global(m: Does, x: Tensor) -> Tensor:
     return x * min(1.0, COUNTS["global"] / 1e6)
 
 
-def alternate(m: Does, x: Tensor) -> Tensor:
+def toggle_relu(m: Does, x: Tensor) -> Tensor:
     m.kept.append(1)
     return x.relu() if len(m.kept) % 2 else x
 
@@ -71,7 +71,7 @@ CHANGING: dict[Callable[[Does, Tensor], Tensor], str] = {
     count_in_a_list: "computes something else in each call",
     count_in_a_dict: "computes something else in each call",
     count_in_a_global: "computes something else in each call",
-    alternate: "computes something else in each call",
+    toggle_relu: "computes something else in each call",
     add_noise: "draws random numbers by numpy.random",
     add_noise_of_a_generator: "computes something else in each call",
     scale_by_a_generator: "computes something else in each call",
@@ -91,18 +91,18 @@ def test_a_forward_that_changes_from_call_to_call_is_refused(change: Callable[[D
         assert f'"{__file__}", line {change.__code__.co_firstlineno}'[:-2] in str(caught.value)
 
 
-def anneal() -> Callable[[Tensor, Tensor], Tensor]:
+def make_annealed_loss() -> Callable[[Tensor, Tensor], Tensor]:
     calls = 0
 
-    def loss(p: Tensor, y: Tensor) -> Tensor:
+    def compute_loss(p: Tensor, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return functional.cross_entropy(p, y) * 0.5**calls
 
-    return loss
+    return compute_loss
 
 
-def jitter(p: Tensor, y: Tensor) -> Tensor:
+def scale_randomly(p: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(p, y) * random.random()
 
 
@@ -122,9 +122,9 @@ class Averages(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (anneal(), "The loss computes something else in each call"),
+        (make_annealed_loss(), "The loss computes something else in each call"),
         (Averages(), "The loss computes something else in each call"),
-        (jitter, "The loss draws random numbers by Python's random"),
+        (scale_randomly, "The loss draws random numbers by Python's random"),
     ],
 )
 def test_so_is_a_loss(loss: Callable[[Tensor, Tensor], Tensor], text: str):
@@ -179,7 +179,7 @@ def make_window(size: int) -> Tensor:
 
 
 def test_a_loss_may_keep_tensors_outside():
-    def loss(p: Tensor, y: Tensor) -> Tensor:
+    def compute_loss(p: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(p * make_window(p.shape[1]), y)
 
-    TraceCache(Does(lambda m, x: x).double(), SHAPE, loss).get_graph(ONE)
+    TraceCache(Does(lambda m, x: x).double(), SHAPE, compute_loss).get_graph(ONE)

@@ -61,12 +61,12 @@ class Level(nn.Module):
         return self.up(torch.cat([x, self.below(self.down(x))], dim=1))
 
 
-def nested_unet() -> nn.Module:
+def make_nested_unet() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Level(5))
 
 
 @cache
-def graph_of(make: Callable[[], nn.Module]) -> ModelGraph:
+def trace_model(make: Callable[[], nn.Module]) -> ModelGraph:
     return trace(
         make(),
         lambda prediction, labels: prediction.sum(),
@@ -75,17 +75,17 @@ def graph_of(make: Callable[[], nn.Module]) -> ModelGraph:
     )
 
 
-def amoebanet() -> nn.Module:
+def make_amoebanet() -> nn.Module:
     return amoebanetd(6, 64)
 
 
-def wrapped_unet() -> nn.Module:
+def make_wrapped_unet() -> nn.Module:
     return Wrapped(UNet())
 
 
 MODELS = pytest.mark.parametrize(
     ("make", "count"),
-    [(resnet20_v1, 11), (resnet110_v2, 38), (amoebanet, 12), (UNet, 5)],
+    [(resnet20_v1, 11), (resnet110_v2, 38), (make_amoebanet, 12), (UNet, 5)],
     ids=["resnet20_v1", "resnet110_v2", "amoebanetd(6, 64)", "U-Net"],
 )
 
@@ -94,13 +94,13 @@ MODELS = pytest.mark.parametrize(
 @MODELS
 def test_layers_of_known_models(make: Callable[[], nn.Module], count: int):
     """A stem, the blocks or cells, and a head; a U-Net has a layer for each convolution."""
-    assert len(find_layers(graph_of(make))) == count
+    assert len(find_layers(trace_model(make))) == count
 
 
 @pytest.mark.sampled(1)
 @MODELS
 def test_layers_hold_every_node_once_and_in_order(make: Callable[[], nn.Module], count: int):
-    graph, found = graph_of(make), find_layers(graph_of(make))
+    graph, found = trace_model(make), find_layers(trace_model(make))
     assert found[0].nodes.start == 0
     assert found[-1].nodes.stop == len(graph.nodes)
     assert all(one.nodes.stop == other.nodes.start for one, other in pairwise(found))
@@ -114,14 +114,14 @@ def test_layers_hold_every_node_once_and_in_order(make: Callable[[], nn.Module],
 
 
 def test_layers_are_named_as_the_user_named_their_modules():
-    assert [layer.name for layer in find_layers(graph_of(UNet))] == ["down", "middle", "up", "join", "head"]
-    names = [layer.name for layer in find_layers(graph_of(resnet20_v1))]
+    assert [layer.name for layer in find_layers(trace_model(UNet))] == ["down", "middle", "up", "join", "head"]
+    names = [layer.name for layer in find_layers(trace_model(resnet20_v1))]
     assert names == ["stem.0", *(f"blocks.{block}" for block in range(9)), "head.2"]
 
 
 def test_a_residual_block_is_not_cut():
     """Inside it a cut would carry two tensors."""
-    graph = graph_of(resnet20_v1)
+    graph = trace_model(resnet20_v1)
     homes = {}
     for layer in find_layers(graph):
         for node in graph.nodes[layer.nodes.start : layer.nodes.stop]:
@@ -132,14 +132,14 @@ def test_a_residual_block_is_not_cut():
 
 
 def test_a_wrapper_around_a_model_does_not_change_its_layers():
-    assert [layer.flops for layer in find_layers(graph_of(wrapped_unet))[1:]] == [
-        layer.flops for layer in find_layers(graph_of(UNet))[1:]
+    assert [layer.flops for layer in find_layers(trace_model(make_wrapped_unet))[1:]] == [
+        layer.flops for layer in find_layers(trace_model(UNet))[1:]
     ]
 
 
 def test_levels_that_lie_in_each_other_are_layers_of_their_own():
     """The outer ones do most of the work, so they are opened; what is small enough is a block."""
-    found = find_layers(graph_of(nested_unet))
+    found = find_layers(trace_model(make_nested_unet))
     assert max(layer.flops for layer in found) < sum(layer.flops for layer in found) / 2
     assert [layer.name for layer in found] == [
         "0",
@@ -156,7 +156,7 @@ def test_levels_that_lie_in_each_other_are_layers_of_their_own():
 # ---- stages
 
 
-def chain(widths: Sequence[int]) -> ModelGraph:
+def trace_chain(widths: Sequence[int]) -> ModelGraph:
     """One convolution after another: the FLOPs of layer i are in proportion to widths[i] * widths[i + 1]."""
     convolutions = [nn.Conv2d(a, b, 1) for a, b in pairwise(widths)]
     return trace(
@@ -167,7 +167,7 @@ def chain(widths: Sequence[int]) -> ModelGraph:
     )
 
 
-def dearest(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float:
+def compute_largest_cost(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float:
     """FLOPs per tile of the stage that has most."""
     ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
     return max(
@@ -176,7 +176,7 @@ def dearest(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float
     )
 
 
-def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[int]:
+def count_layers(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[int]:
     """How many layers each stage got."""
     return [sum(1 for layer in found if layer.nodes and span & layer.nodes) for span in cut_stages(found, plan)]
 
@@ -190,38 +190,40 @@ def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[in
     grids=st.tuples(*[st.sampled_from(["1x2", "2x2", "3x3", "2x3"])] * 4),
 )
 def test_auto_balance_is_as_good_as_any(widths: list[int], stages: int, spatial: int, grids: tuple[str, ...]):
-    graph = chain(widths)
+    graph = trace_chain(widths)
     found = find_layers(graph)
     assert len(found) == len(widths) - 1
     assume(stages <= len(found) and spatial <= stages)
     plan = Plan(split_size=stages, spatial_size=spatial, slice_method=grids[:spatial])
-    chosen = balance_of(found, plan, graph)
+    chosen = count_layers(found, plan, graph)
     assert sum(chosen) == len(found)
     every = [
         [stop - start for start, stop in pairwise((0, *ends, len(found)))]
         for ends in combinations(range(1, len(found)), stages - 1)
     ]
     assert chosen in every
-    assert dearest(found, chosen, plan) == min(dearest(found, balance, plan) for balance in every)
+    assert compute_largest_cost(found, chosen, plan) == min(
+        compute_largest_cost(found, balance, plan) for balance in every
+    )
 
 
 def test_a_given_balance_is_kept():
-    graph = graph_of(resnet20_v1)
+    graph = trace_model(resnet20_v1)
     for balance in ((1, 10), (10, 1), (4, 7)):
         plan = Plan(split_size=2, spatial_size=1, balance=balance)
-        assert tuple(balance_of(find_layers(graph), plan, graph)) == balance
+        assert tuple(count_layers(find_layers(graph), plan, graph)) == balance
         first, second = cut_stages(find_layers(graph), plan)
         assert (first.start, first.stop, second.stop) == (0, second.start, len(graph.nodes))
 
 
 def test_a_balance_that_does_not_add_up():
     with pytest.raises(PlanError, match=r"balance=\(5, 5\) adds up to 10 layers but the model has 11\. Make it add up"):
-        cut_stages(find_layers(graph_of(resnet20_v1)), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
+        cut_stages(find_layers(trace_model(resnet20_v1)), Plan(split_size=2, spatial_size=1, balance=(5, 5)))
 
 
 def test_more_stages_than_layers():
     with pytest.raises(PlanError, match=r"split_size=6 but the model has only 5 layers\. Use split_size <= 5"):
-        cut_stages(find_layers(graph_of(UNet)), Plan(split_size=6, spatial_size=1))
+        cut_stages(find_layers(trace_model(UNet)), Plan(split_size=6, spatial_size=1))
 
 
 @pytest.mark.nightly

@@ -42,12 +42,12 @@ class Keeping(nn.Module):
         return self.run(self, x).mean((2, 3))
 
 
-def averaged(m: Keeping, x: Tensor) -> Tensor:
+def update_average(m: Keeping, x: Tensor) -> Tensor:
     m.kept.lerp_(x.detach().mean((0, 2, 3)), 0.1)
     return m.convolution(x)
 
 
-def copied(m: Keeping, x: Tensor) -> Tensor:
+def copy_mean(m: Keeping, x: Tensor) -> Tensor:
     m.kept.copy_(x.detach().mean((0, 2, 3)))
     return m.convolution(x)
 
@@ -57,41 +57,41 @@ def put_in_place(m: Keeping, x: Tensor) -> Tensor:
     return m.convolution(x)
 
 
-def halved(m: Keeping, x: Tensor) -> Tensor:
+def add_half(m: Keeping, x: Tensor) -> Tensor:
     m.seen.add_(0.5)
     return m.convolution(x)
 
 
-def renormed(m: Keeping, x: Tensor) -> Tensor:
+def set_weight_data(m: Keeping, x: Tensor) -> Tensor:
     m.convolution.weight.data = torch.renorm(m.convolution.weight.data, 2, 0, 0.1)
     return m.convolution(x)
 
 
-def numbered(m: Keeping, x: Tensor) -> Tensor:
+def count_runs(m: Keeping, x: Tensor) -> Tensor:
     m.runs += 1
     return m.convolution(x) / m.runs
 
 
-def numbered_by_a_buffer(m: Keeping, x: Tensor) -> Tensor:
-    return numbered(m, x) if m.kept[0] == 0 else m.convolution(x)
+def count_runs_by_buffer(m: Keeping, x: Tensor) -> Tensor:
+    return count_runs(m, x) if m.kept[0] == 0 else m.convolution(x)
 
 
-def initialised(m: Keeping, x: Tensor) -> Tensor:
+def initialise_in_first_run(m: Keeping, x: Tensor) -> Tensor:
     if not m.started:
         m.started, x = True, 2 * x
     return m.convolution(x)
 
 
-def reads_statistics(m: Keeping, x: Tensor) -> Tensor:
+def read_statistics_afterwards(m: Keeping, x: Tensor) -> Tensor:
     return m.convolution(m.norm(x) - m.norm.running_mean.view(1, 3, 1, 1))
 
 
-def normed_again(m: Keeping, x: Tensor) -> Tensor:
+def normalise_twice(m: Keeping, x: Tensor) -> Tensor:
     x = m.norm(x)
     return m.convolution(functional.batch_norm(x, m.norm.running_mean, m.norm.running_var))
 
 
-def reads_counter(m: Keeping, x: Tensor) -> Tensor:
+def read_counter(m: Keeping, x: Tensor) -> Tensor:
     m.seen += 1
     return m.convolution(x / m.seen)
 
@@ -100,21 +100,24 @@ def reads_counter(m: Keeping, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (averaged, "changes the buffer kept"),
-        (copied, "changes the buffer kept"),
+        (update_average, "changes the buffer kept"),
+        (copy_mean, "changes the buffer kept"),
         (put_in_place, "puts another tensor in the place of kept"),
-        (halved, "changes the buffer seen"),
-        (renormed, r"puts another tensor in the place of convolution.weight while it runs \(by = or .data =\)"),
-        (numbered, "changes its attribute runs while it runs, from 1 to 2"),
-        (initialised, "sets its attribute started from False to True in its first run.*Run it once before"),
-        (numbered_by_a_buffer, "changes its attribute runs while it runs, from 1 to 2"),
-        (reads_statistics, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
-        (normed_again, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
-        (reads_counter, "add_"),
+        (add_half, "changes the buffer seen"),
+        (set_weight_data, r"puts another tensor in the place of convolution.weight while it runs \(by = or .data =\)"),
+        (count_runs, "changes its attribute runs while it runs, from 1 to 2"),
+        (initialise_in_first_run, "sets its attribute started from False to True in its first run.*Run it once before"),
+        (count_runs_by_buffer, "changes its attribute runs while it runs, from 1 to 2"),
+        (
+            read_statistics_afterwards,
+            "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before",
+        ),
+        (normalise_twice, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
+        (read_counter, "add_"),
     ],
 )
 def test_what_a_trace_would_get_wrong_is_refused(run, text: str):
-    """`renormed` and `reads_statistics` once ran, and trained other weights than one process."""
+    """`set_weight_data` and `read_statistics_afterwards` once ran, and trained other weights than one process."""
     with pytest.raises(TraceError, match=f"(?s){text}"):
         TraceCache(Keeping(run), SHAPE, nn.CrossEntropyLoss()).get_graph(ONE)
 
@@ -124,11 +127,11 @@ def test_two_threads_that_try_a_model_restore_what_they_replace():
     begun, ended = threading.Event(), threading.Event()
     plain = torch.autograd.Function.__dict__.get("apply")
 
-    def first(m: Keeping, x: Tensor) -> Tensor:
+    def run_first(m: Keeping, x: Tensor) -> Tensor:
         begun.wait(timeout=0.5)
         return m.convolution(x)
 
-    def second(m: Keeping, x: Tensor) -> Tensor:
+    def run_second(m: Keeping, x: Tensor) -> Tensor:
         begun.set()
         ended.wait(timeout=0.5)
         return m.convolution(x)
@@ -137,7 +140,7 @@ def test_two_threads_that_try_a_model_restore_what_they_replace():
         check_side_effects(Keeping(run), TensorSpec(SHAPE, "float32"))
         ended.set()
 
-    threads = [threading.Thread(target=check, args=(run,)) for run in (first, second)]
+    threads = [threading.Thread(target=check, args=(run,)) for run in (run_first, run_second)]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
@@ -149,28 +152,28 @@ def test_two_threads_that_try_a_model_restore_what_they_replace():
 # ---- what may be kept
 
 
-def counted_before(m: Keeping, x: Tensor) -> Tensor:
+def count_after_reading(m: Keeping, x: Tensor) -> Tensor:
     x = x * (m.seen + 1)
     m.seen += 1
     return m.convolution(x)
 
 
-def statistics_before(m: Keeping, x: Tensor) -> Tensor:
+def read_statistics_before(m: Keeping, x: Tensor) -> Tensor:
     middle = m.norm.running_mean.view(1, 3, 1, 1) * 1
     return m.convolution(m.norm(x) - middle)
 
 
-def remembered(m: Keeping, x: Tensor) -> Tensor:
+def store_size(m: Keeping, x: Tensor) -> Tensor:
     m.size = x.shape[-1]
     return m.convolution(x) / m.size
 
 
-def profiled(m: Keeping, x: Tensor) -> Tensor:
+def record_profile(m: Keeping, x: Tensor) -> Tensor:
     with torch.profiler.record_function("convolution"):  # its handle is another object in each call
         return m.convolution(x)
 
 
-def losses(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> list[float]:
+def compute_losses(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> list[float]:
     optimiser, found = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), []
     for _ in range(steps):
         optimiser.zero_grad()
@@ -181,19 +184,19 @@ def losses(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> list
     return found
 
 
-@pytest.mark.parametrize("run", [counted_before, statistics_before, remembered, profiled])
+@pytest.mark.parametrize("run", [count_after_reading, read_statistics_before, store_size, record_profile])
 def test_what_is_read_before_it_changes_is_that_of_one_process(run):
     model, images, labels = Keeping(run).double(), torch.randn(SHAPE).double(), torch.tensor([0, 1, 2, 3])
     with Cluster(1, backend="loopback") as cluster:
         training = Training(copy.deepcopy(model), ONE, cluster, SHAPE)
         found = [training.step(images, labels) for _ in range(3)]
         state = training.state_dict()
-    assert found == pytest.approx(losses(model, 3, images, labels), rel=1e-12, abs=0)
+    assert found == pytest.approx(compute_losses(model, 3, images, labels), rel=1e-12, abs=0)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-13, msg=name)
 
 
-@pytest.mark.parametrize("run", [counted_before, statistics_before])
+@pytest.mark.parametrize("run", [count_after_reading, read_statistics_before])
 def test_but_not_in_several_micro_batches(run):
     """In one process the second of them reads what the first has left."""
     with pytest.raises(PlanError, match="changes in each of the 2 micro-batches of a step"):
@@ -203,23 +206,23 @@ def test_but_not_in_several_micro_batches(run):
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_compiled_model_is_looked_at_without_compiling_it():
-    check_side_effects(make_traceable(torch.compile(Keeping(remembered))), TensorSpec(SHAPE, "float32"))
+    check_side_effects(make_traceable(torch.compile(Keeping(store_size))), TensorSpec(SHAPE, "float32"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would move the model to GPUs")
 def test_a_model_for_several_gpus_is_the_module_in_it():
     """DataParallel opens a profiler's range around the module."""
-    TraceCache(nn.DataParallel(Keeping(remembered)), SHAPE, functional.cross_entropy).get_graph(ONE)
+    TraceCache(nn.DataParallel(Keeping(store_size)), SHAPE, functional.cross_entropy).get_graph(ONE)
 
 
 # ---- modules that cannot be traced
 
 
-def plain() -> nn.Module:
+def make_plain_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-def untouched() -> Cluster:
+def make_unstarted_cluster() -> Cluster:
     """A cluster that is not started: whoever calls its ranks fails with another error."""
     return Cluster(1, backend="loopback")
 
@@ -227,9 +230,15 @@ def untouched() -> Cluster:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: torch.jit.script(plain()), "The model is a RecursiveScriptModule of torch.jit"),
-        (lambda: torch.jit.trace(plain(), torch.zeros(SHAPE)), "The model is a TopLevelTracedModule of torch.jit"),
-        (lambda: nn.Sequential(torch.jit.script(plain()), nn.Linear(4, 2)), "The model.0 is a RecursiveScriptModule"),
+        (lambda: torch.jit.script(make_plain_model()), "The model is a RecursiveScriptModule of torch.jit"),
+        (
+            lambda: torch.jit.trace(make_plain_model(), torch.zeros(SHAPE)),
+            "The model is a TopLevelTracedModule of torch.jit",
+        ),
+        (
+            lambda: nn.Sequential(torch.jit.script(make_plain_model()), nn.Linear(4, 2)),
+            "The model.0 is a RecursiveScriptModule",
+        ),
         (
             lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten()),
             "lazy modules whose weights have no shape yet: 0.weight, 0.bias, 1.weight, 1.bias,.*Run it once",
@@ -239,21 +248,21 @@ def untouched() -> Cluster:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:Lazy modules:UserWarning")
 def test_modules_without_a_plain_forward_are_refused(make, text: str):
     with pytest.raises(TraceError, match=text):
-        Training(make(), ONE, untouched(), SHAPE)
+        Training(make(), ONE, make_unstarted_cluster(), SHAPE)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_so_is_a_scripted_loss():
-    def loss(prediction, labels):
+    def compute_loss(prediction, labels):
         return functional.cross_entropy(prediction, labels)
 
     with pytest.raises(TraceError, match=r"The loss is a ScriptFunction of torch\.jit"):
-        Training(plain(), ONE, untouched(), SHAPE, loss=torch.jit.script(loss))
+        Training(make_plain_model(), ONE, make_unstarted_cluster(), SHAPE, loss=torch.jit.script(compute_loss))
 
 
 def test_a_model_without_values_is_refused_before_ranks_are_asked():
     with pytest.raises(TraceError, match=r"0.weight of the model is on the meta device and has no values"):
-        Training(plain().to("meta"), ONE, untouched(), SHAPE)
+        Training(make_plain_model().to("meta"), ONE, make_unstarted_cluster(), SHAPE)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
@@ -266,23 +275,25 @@ def test_a_lazy_model_that_has_run_is_a_plain_one():
     }
 
 
-def of_a_parameter(model: nn.Module) -> object:
+def register_parameter_hook(model: nn.Module) -> object:
     return model[0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
 
 
-def after_a_parameter(model: nn.Module) -> object:
+def register_post_accumulate_hook(model: nn.Module) -> object:
     return model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
 
 
-def behind_a_module(model: nn.Module) -> object:
+def register_backward_hook(model: nn.Module) -> object:
     return model[0].register_full_backward_hook(lambda module, before, after: None)
 
 
-def before_a_module(model: nn.Module) -> object:
+def register_backward_pre_hook(model: nn.Module) -> object:
     return model[0].register_full_backward_pre_hook(lambda module, after: None)
 
 
-@pytest.mark.parametrize("hook", [of_a_parameter, after_a_parameter, behind_a_module, before_a_module])
+@pytest.mark.parametrize(
+    "hook", [register_parameter_hook, register_post_accumulate_hook, register_backward_hook, register_backward_pre_hook]
+)
 def test_a_hook_of_a_gradient_is_refused_until_it_is_removed(hook):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     handle = hook(model)
@@ -292,7 +303,7 @@ def test_a_hook_of_a_gradient_is_refused_until_it_is_removed(hook):
     TraceCache(model, SHAPE, functional.cross_entropy)
 
 
-def by_numpy() -> float:
+def draw_by_numpy() -> float:
     return np.random.rand()  # noqa: NPY002 (as users write it)
 
 
@@ -314,7 +325,7 @@ def test_an_attribute_that_stays_nan_does_not_change():
     check_side_effects(model, TensorSpec(SHAPE, "float32"))
 
 
-@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (by_numpy, "numpy.random")])
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (draw_by_numpy, "numpy.random")])
 def test_chance_that_is_not_torchs_is_refused(draw, name):
     """A trace would have what was drawn once in every step."""
     random.seed(0)

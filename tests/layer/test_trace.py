@@ -37,14 +37,14 @@ class Calls(nn.Module):
         return self.function(x)
 
 
-def traced(model: nn.Module | Forward, shape: tuple[int, ...] = (1, 2, 6, 6)) -> ModelGraph:
+def trace_with_sum(model: nn.Module | Forward, shape: tuple[int, ...] = (1, 2, 6, 6)) -> ModelGraph:
     """The graph of the model with the sum of its outputs as its loss."""
     module = model if isinstance(model, nn.Module) else Calls(model)
     images, labels = TensorSpec(shape, "float64"), TensorSpec((1,), "float64")
     return trace(module, lambda prediction, labels: prediction.sum() + 0 * labels.sum(), images, labels)
 
 
-def operators(graph: ModelGraph) -> list[str]:
+def list_operators(graph: ModelGraph) -> list[str]:
     """The model's own; the loss has four."""
     return [node.operator.removeprefix("aten.") for node in graph.nodes[:-4]]
 
@@ -58,7 +58,7 @@ def add_to_itself(x: Tensor) -> Tensor:
     return y * y
 
 
-def relu_then_twice_the_result(x: Tensor) -> Tensor:
+def add_relu_result(x: Tensor) -> Tensor:
     y = x * 2
     z = y.relu_()
     return y + z
@@ -87,7 +87,7 @@ def write_to_what_may_be_a_copy(x: Tensor) -> Tensor:
 IN_PLACE: dict[str, nn.Module | Forward] = {
     "nn.ReLU(inplace=True)": nn.Sequential(nn.ReLU(inplace=True)),
     "y += x": add_to_itself,
-    "the written value and the result": relu_then_twice_the_result,
+    "the written value and the result": add_relu_result,
     "a view made behind the write": write_then_look_again,
     "a view that is written and goes on": write_through_a_view_that_goes_on,
     "what may be a copy and is none": write_to_what_may_be_a_copy,
@@ -98,7 +98,7 @@ IN_PLACE: dict[str, nn.Module | Forward] = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_operators_become_out_of_place(name: str):
-    graph = traced(IN_PLACE[name])
+    graph = trace_with_sum(IN_PLACE[name])
     assert not any(get_operator(node.operator)._schema.is_mutable for node in graph.nodes)
 
 
@@ -177,7 +177,7 @@ def test_a_write_and_a_view_are_those_of_one_process_or_an_error(name: str, read
     forward = read(VIEWS[name])
     if name in ERRORS[read] and not (name == "dropout switched off" and _is_traced(forward)):  # torch 2.14 is sure
         with pytest.raises(TraceError, match=r"reads memory that aten\.mul\.Tensor in .* has changed through another"):
-            traced(forward)
+            trace_with_sum(forward)
     else:
         after_a_layer = nn.Sequential(Calls(lambda x: x * 1), Calls(forward))
         assert_exact(after_a_layer, whole_numbers(1, 2, 6, 6), tiled("1x1"))
@@ -185,7 +185,7 @@ def test_a_write_and_a_view_are_those_of_one_process_or_an_error(name: str, read
 
 def _is_traced(forward: Forward) -> bool:
     try:
-        traced(forward)
+        trace_with_sum(forward)
     except TraceError:
         return False
     return True
@@ -193,7 +193,7 @@ def _is_traced(forward: Forward) -> bool:
 
 def test_that_error_names_both_lines():
     with pytest.raises(TraceError) as caught:
-        traced(read_the_base(VIEWS["reshape"]))
+        trace_with_sum(read_the_base(VIEWS["reshape"]))
     told = str(caught.value)
     assert "return y + 1" in told
     assert "view(y).mul_(3)" in told
@@ -221,13 +221,13 @@ class Nested(nn.Module):
         return self.body(x) * 7
 
 
-def line_of(text: str) -> int:
+def find_line(text: str) -> int:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return 1 + next(index for index, line in enumerate(lines) if line.strip() == text)
 
 
 def test_module_path_and_source_line_are_the_users():
-    graph = traced(Nested())
+    graph = trace_with_sum(Nested())
     found = {node.operator: node for node in graph.nodes[:-4]}
     assert {operator.split(".")[1]: node.module for operator, node in found.items()} == {
         "conv2d": "body.0.conv",
@@ -243,7 +243,7 @@ def test_module_path_and_source_line_are_the_users():
     ):
         source = found[operator].source
         assert source.endswith(f": {text}")
-        assert f'"{__file__}", line {line_of(text)}:' in source
+        assert f'"{__file__}", line {find_line(text)}:' in source
     assert found["aten.mul.Tensor"].where.startswith("the model itself, ")
 
 
@@ -277,21 +277,21 @@ def test_flops_of_convolutions(kernel: tuple[int, int], groups: int, out: int, s
     conv = nn.Conv2d(channels, out * groups, kernel, stride, groups=groups)
     high, wide = ((size_px - k) // stride + 1 for k in kernel)
     expected = 2 * batch * out * groups * high * wide * kernel[0] * kernel[1] * 2
-    assert traced(conv, (batch, channels, size_px, size_px)).nodes[0].flops == expected
+    assert trace_with_sum(conv, (batch, channels, size_px, size_px)).nodes[0].flops == expected
     spread = nn.ConvTranspose2d(channels, out * groups, kernel, stride, groups=groups)
     expected = 2 * batch * channels * size_px**2 * kernel[0] * kernel[1] * out
-    assert traced(spread, (batch, channels, size_px, size_px)).nodes[0].flops == expected
+    assert trace_with_sum(spread, (batch, channels, size_px, size_px)).nodes[0].flops == expected
 
 
 def test_flops_of_a_linear_layer_and_of_the_rest():
     model = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(2 * 6 * 6, 10))
-    graph = traced(model, (3, 2, 6, 6))
+    graph = trace_with_sum(model, (3, 2, 6, 6))
     assert [node.flops for node in graph.nodes[:3]] == [3 * 72, 3 * 72, 2 * 3 * 72 * 10]
     assert graph.flops == sum(node.flops for node in graph.nodes)
 
 
 def test_arguments_are_named_and_complete():
-    (node,) = traced(nn.Conv2d(2, 2, 3, padding=1, bias=False)).nodes[:-4]
+    (node,) = trace_with_sum(nn.Conv2d(2, 2, 3, padding=1, bias=False)).nodes[:-4]
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in node.arguments.items()}
     assert plain == {
         "input": Ref("images"),
@@ -311,14 +311,14 @@ def test_picks_stand_right_behind_what_they_pick_from():
         y = first * 3
         return y + second
 
-    names = operators(traced(forward))
+    names = list_operators(trace_with_sum(forward))
     assert names == ["chunk.default", "getitem", "getitem", "mul.Tensor", "add.Tensor"]
 
 
 def test_weights_buffers_and_frozen_parameters():
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
     model[0].weight.requires_grad_(False)
-    graph = traced(model)
+    graph = trace_with_sum(model)
     assert set(graph.weights) == {f"model.{name}" for name, _ in model.named_parameters()}
     assert graph.trainable == set(graph.weights) - {"model.0.weight"}
     assert set(graph.buffers) == {f"model.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -332,7 +332,7 @@ def test_only_plain_chains_are_chains():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
 
-    graph = traced(nn.Sequential(nn.Sequential(nn.ReLU()), NotPlain(nn.ReLU())))
+    graph = trace_with_sum(nn.Sequential(nn.Sequential(nn.ReLU()), NotPlain(nn.ReLU())))
     assert graph.chains == {"", "0"}
 
 
@@ -400,25 +400,25 @@ def test_tracing_and_compiling_8192_x_8192_take_no_memory_to_speak_of():
 # ---- models that cannot be traced
 
 
-def branches_on_a_value(x: Tensor) -> Tensor:
+def choose_by_value(x: Tensor) -> Tensor:
     return x * 2 if x.sum() > 0 else x
 
 
-def asks_for_an_item(x: Tensor) -> Tensor:
+def read_item(x: Tensor) -> Tensor:
     return x * x.max().item() if x.max().item() > 1 else x
 
 
-@pytest.mark.parametrize("forward", [branches_on_a_value, asks_for_an_item])
-def test_a_model_that_decides_by_values_is_told_so(forward: Forward):
+@pytest.mark.parametrize("forward", [choose_by_value, read_item])
+def test_a_model_that_decides_by_values_is_refused_with_its_line(forward: Forward):
     line = forward.__code__.co_firstlineno + 1
     expected = rf"{re.escape(__file__)}\", line {line}: return x .* asks for the numbers \((bool|item)\) of a .*"
     with pytest.raises(TraceError, match=expected + "may take no decision from the values of a tensor"):
-        traced(forward)
+        trace_with_sum(forward)
 
 
-def test_a_model_that_cannot_take_the_image_is_told_its_shape():
+def test_the_error_of_a_model_that_cannot_take_the_image_names_its_shape():
     with pytest.raises(TraceError, match=r"Conv2d cannot be traced with images of shape \(1, 2, 6, 6\)"):
-        traced(nn.Conv2d(3, 1, 1))
+        trace_with_sum(nn.Conv2d(3, 1, 1))
 
 
 class Halving(nn.Module):
@@ -429,18 +429,18 @@ class Halving(nn.Module):
         return x + nn.functional.interpolate(small, scale_factor=4)
 
 
-def test_a_model_that_needs_another_size_is_told_one(capfd):
+def test_the_error_of_a_model_that_needs_another_size_suggests_one(capfd):
     with pytest.raises(TraceError, match=r"It does run on 40 x 32 px \(multiples of 4\): crop"):
         trace_inference(Halving(), TensorSpec((1, 2, 43, 33), "float32"))
     with pytest.raises(TraceError) as refused:
-        traced(nn.Conv2d(3, 1, 1))
+        trace_with_sum(nn.Conv2d(3, 1, 1))
     assert "It does run" not in str(refused.value), "no size is right for three channels"
     assert "".join(capfd.readouterr()) == "", "PyTorch's own messages would hide ours"
 
 
 def test_a_shape_that_depends_on_values_is_an_error_of_ours():
     with pytest.raises(TraceError, match="values of a tensor"):
-        traced(lambda x: x[x > 0])
+        trace_with_sum(lambda x: x[x > 0])
 
 
 def test_a_loss_that_is_no_number_is_an_error():

@@ -64,11 +64,11 @@ class TwoHeads(nn.Module):
         return KINDS[self.kind](aux=self.aux(y), logits=self.logits(y))
 
 
-def weighted_sum(o: Any, y: Tensor) -> Tensor:
+def compute_weighted_sum(o: Any, y: Tensor) -> Tensor:
     return ((2 * o.logits + o.aux) * y).sum()
 
 
-def unpacked_sum(o: Any, y: Tensor) -> Tensor:
+def unpack_and_sum(o: Any, y: Tensor) -> Tensor:
     aux, logits = o
     return ((2 * logits + aux) * y).sum()
 
@@ -91,16 +91,16 @@ PLANS = {
 def test_a_loss_of_all_heads_trains_all_heads(kind: str):
     images, labels = whole_numbers(*SHAPE), whole_numbers(2, 4, 8, 10, seed=1)
     model = with_whole_weights(TwoHeads(kind))
-    graph = trace(model, weighted_sum, TensorSpec(SHAPE, "float64"), TensorSpec(labels.shape, "float64"))
+    graph = trace(model, compute_weighted_sum, TensorSpec(SHAPE, "float64"), TensorSpec(labels.shape, "float64"))
     assert {"model.aux.weight", "model.logits.weight"} < graph.trainable
     assert len(graph.answers) == 2
     assert graph.left_out == ()
-    assert_exact(model, images, PLANS["tiles"], labels, weighted_sum)
+    assert_exact(model, images, PLANS["tiles"], labels, compute_weighted_sum)
 
 
 def test_an_output_is_unpacked_in_the_loss():
     images, labels = whole_numbers(*SHAPE), whole_numbers(2, 4, 8, 10, seed=1)
-    assert_exact(with_whole_weights(TwoHeads("named tuple")), images, PLANS["stages"], labels, unpacked_sum)
+    assert_exact(with_whole_weights(TwoHeads("named tuple")), images, PLANS["stages"], labels, unpack_and_sum)
 
 
 def test_the_prediction_is_still_the_logits():
@@ -153,13 +153,13 @@ def test_the_logits_alone_are_given_with_one_sentence():
 def test_the_reference_of_a_loss_of_the_whole_batch_gives_it_the_logits_too():
     """A mean over the pixels that are not ignored is no mean of micro-batches' means."""
 
-    def ignore_background(logits: Tensor, y: Tensor) -> Tensor:
+    def compute_foreground_loss(logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, ignore_index=0)
 
     plan = Plan(split_size=1, slice_method="1x2", parts=2)
     with Cluster(plan.ranks, backend="loopback") as cluster:
         with pytest.warns(UserWarning, match="it is given the logits"):
-            training = Training(TwoHeads("dataclass"), plan, cluster, (4, 3, 8, 10), loss=ignore_background)
+            training = Training(TwoHeads("dataclass"), plan, cluster, (4, 3, 8, 10), loss=compute_foreground_loss)
         assert training.verify()["ok"]
 
 
@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_a_loss_of_all_is_told_as_its_own(name: str):
+def test_a_fault_in_a_loss_of_all_is_reported_as_its_own(name: str):
     loss, told = FAULTS[name]
     specs = TensorSpec(SHAPE, "float32"), TensorSpec((2, 8, 10), "int64")
     with pytest.raises(TraceError, match=told):

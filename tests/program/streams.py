@@ -73,10 +73,10 @@ class Bytes:
     def use(self, tensor: Tensor, stream: Stream, writes: bool, what: str) -> None:
         for kind in (True, False) if writes else (True,):
             for name, times in self.times[kind].items():
-                if name != stream.name and _part(times, tensor).max(initial=0) > stream.seen[name]:
+                if name != stream.name and _select_times(times, tensor).max(initial=0) > stream.seen[name]:
                     raise RaceError(f"{what} in {stream.name}, which has not waited for {name}")
         mine = self.times[writes].setdefault(stream.name, np.zeros(self.count, np.int32))
-        _part(mine, tensor)[...] = stream.seen[stream.name]
+        _select_times(mine, tensor)[...] = stream.seen[stream.name]
 
     def check_free(self, stream: Stream) -> None:
         """A caching allocator gives memory to others in the stream of its pool, unless it was told of more streams."""
@@ -86,7 +86,7 @@ class Bytes:
                 raise RaceError(f"memory is used again in {stream.name}, which has not waited for {name}")
 
 
-def _part(times: np.ndarray, tensor: Tensor) -> np.ndarray:
+def _select_times(times: np.ndarray, tensor: Tensor) -> np.ndarray:
     size = tensor.itemsize
     shape, strides = (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1)
     strides = tuple(stride * times.itemsize for stride in strides)
@@ -106,31 +106,31 @@ class Rank(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not (self.off or _only_looks(func)):
-            self._write_down(func, args, kwargs or {}, _tensors(result))
+        if not (self.off or _is_view_operator(func)):
+            self._write_down(func, args, kwargs or {}, _list_tensors(result))
         return result
 
     def _write_down(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[Tensor]) -> None:
         name, places = func._schema.name, func._schema.arguments
         given = dict(zip((place.name for place in places), args, strict=False)) | kwargs
-        written = _tensors(
+        written = _list_tensors(
             [given.get(place.name) for place in places if place.alias_info and place.alias_info.is_write]
         )
-        read = _tensors(given)
-        fresh = [tensor for tensor in made if address(tensor) not in set(map(address, read))]
+        read = _list_tensors(given)
+        fresh = [tensor for tensor in made if get_address(tensor) not in set(map(get_address, read))]
         for tensor in fresh:
-            self._hand_out(tensor)
+            self._record_allocation(tensor)
             if read and all(map(self.is_host, read)) and given.get("device") is None:
-                self.on_host[address(tensor)] = tensor
+                self.on_host[get_address(tensor)] = tensor
         self.use(name, [] if name in _UNREAD else read, [*written, *fresh], given.get("non_blocking", False))
         if name == "aten::_local_scalar_dense":
             self.host.join(self.current.seen)
 
-    def _hand_out(self, tensor: Tensor) -> None:
+    def _record_allocation(self, tensor: Tensor) -> None:
         self.current.join(self.host.seen)
-        if there := self.bytes.get(address(tensor)):
+        if there := self.bytes.get(get_address(tensor)):
             there.check_free(self.current)
-        self.bytes[address(tensor)] = Bytes(tensor.untyped_storage().nbytes(), self.current)
+        self.bytes[get_address(tensor)] = Bytes(tensor.untyped_storage().nbytes(), self.current)
 
     def use(self, what: str, read: Sequence[Tensor], written: Sequence[Tensor], in_stream: bool = False) -> None:
         where = {self.is_host(tensor) for tensor in (*read, *written)}
@@ -148,16 +148,16 @@ class Rank(TorchDispatchMode):
             self.host.join(stream.seen)
 
     def _use(self, tensor: Tensor, stream: Stream, writes: bool, what: str) -> None:
-        count, there = tensor.untyped_storage().nbytes(), self.bytes.get(address(tensor))
+        count, there = tensor.untyped_storage().nbytes(), self.bytes.get(get_address(tensor))
         if there is None or there.count != count:  # another one's memory, used again
-            there = self.bytes[address(tensor)] = Bytes(count)
+            there = self.bytes[get_address(tensor)] = Bytes(count)
         there.use(tensor, stream, writes, what)
 
     def is_host(self, tensor: Tensor) -> bool:
-        return address(tensor) in self.on_host
+        return get_address(tensor) in self.on_host
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def pause_watching(self) -> Iterator[None]:
         before, self.off = self.off, True
         try:
             yield
@@ -175,7 +175,7 @@ class World(LoopbackWorld):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         mine = rank()
         self._use([message.tensor for message in sends], [message.tensor for message in receives])
-        with mine.unwatched():
+        with mine.pause_watching():
             return _Watched(super().exchange(sends, receives), mine)
 
     def _use(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -189,11 +189,11 @@ class _Watched:
         self.pending, self.rank = pending, rank
 
     def wait(self) -> None:
-        with self.rank.unwatched():
+        with self.rank.pause_watching():
             self.pending.wait()
 
     def is_completed(self) -> bool:
-        with self.rank.unwatched():
+        with self.rank.pause_watching():
             return self.pending.is_completed()
 
 
@@ -206,39 +206,39 @@ def rank() -> Rank:
 
 
 @contextmanager
-def watched(world: LoopbackWorld) -> Iterator[World]:
+def watch_streams(world: LoopbackWorld) -> Iterator[World]:
     """Within it the thread is a rank whose device has streams."""
     _here.rank = Rank()
     with _here.rank:
         yield World(world.rank, world.size, world._mail)
 
 
-def address(tensor: Tensor) -> int:
+def get_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _only_looks(func: Any) -> bool:
+def _is_view_operator(func: Any) -> bool:
     """Whether an operator makes views alone."""
     returns = func._schema.returns
     return bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
 
 
-def _tensors(values: object) -> list[Tensor]:
+def _list_tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes()]
 
 
-def _host_memory(device: torch.device, world: object) -> Callable[[int], Tensor]:
+def _make_host_allocator(device: torch.device, world: object) -> Callable[[int], Tensor]:
     def make(count: int) -> Tensor:
-        with rank().unwatched():
+        with rank().pause_watching():
             made = torch.empty(count, dtype=torch.uint8)
-        rank().on_host[address(made)] = made
+        rank().on_host[get_address(made)] = made
         return made
 
     return make
 
 
 @contextmanager
-def _current(stream: Stream) -> Iterator[None]:
+def _use_stream(stream: Stream) -> Iterator[None]:
     mine = rank()
     before, mine.current = mine.current, stream
     try:
@@ -248,11 +248,11 @@ def _current(stream: Stream) -> Iterator[None]:
 
 
 def _record(tensor: Tensor, stream: Stream) -> None:
-    rank().bytes[address(tensor)].recorded.add(stream.name)
+    rank().bytes[get_address(tensor)].recorded.add(stream.name)
 
 
 class _Cuda:
-    stream = staticmethod(_current)
+    stream = staticmethod(_use_stream)
 
     @staticmethod
     def current_stream(device: torch.device) -> Stream:
@@ -271,4 +271,4 @@ def use_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (exchange_runner, message_buffers, update):
         monkeypatch.setattr(module, "choose_message_device", lambda device, world: HOST_MEMORY)
     for module in (exchange_runner, update):
-        monkeypatch.setattr(module, "make_message_allocator", _host_memory)
+        monkeypatch.setattr(module, "make_message_allocator", _make_host_allocator)

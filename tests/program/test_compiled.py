@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-def recipe_of(model: nn.Module, plan: Plan) -> Recipe:
+def prepare_recipe(model: nn.Module, plan: Plan) -> Recipe:
     changed = {"compile_segments": True, "precision": "float64" if plan.precision == "float32" else plan.precision}
     return prepare(model, Plan(**plan.chosen | changed), SHAPE, device="cpu")
 
@@ -70,32 +70,32 @@ def test_as_one_process(name: str, monkeypatch: pytest.MonkeyPatch):
     make, plan = CASES[name]
     torch.manual_seed(0)
     model = make()
-    recipe = recipe_of(model, plan)
+    recipe = prepare_recipe(model, plan)
     found = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), 0))[0]
     assert found["ok"], found
 
 
-def functions_of(model: nn.Module, plan: Plan) -> list[object]:
+def list_functions(model: nn.Module, plan: Plan) -> list[object]:
     """Of each segment of rank 0 what is called, None where it is not compiled."""
-    recipe = recipe_of(model, plan)
+    recipe = prepare_recipe(model, plan)
     worker = run_ranks(plan.ranks, lambda world: RankTraining(world, recipe).worker)[0]
     return [getattr(segment, "function", None) for segment in worker.runtime.segments.values()]
 
 
 def test_what_draws_is_not_compiled():
     layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    assert functions_of(nn.Sequential(*layers), Plan(split_size=1, spatial_size=0)) == [None]
+    assert list_functions(nn.Sequential(*layers), Plan(split_size=1, spatial_size=0)) == [None]
 
 
 def test_what_does_the_same_is_compiled_once():
-    found = functions_of(Chain(), Plan(split_size=1, slice_method="1x2"))
+    found = list_functions(Chain(), Plan(split_size=1, slice_method="1x2"))
     assert 1 < len({id(function) for function in found if function is not None}) <= len(found) / 2
 
 
-def test_no_compiler_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_compiler_is_reported_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(PlanError, match=r"there is no no-such-compiler here.*compile_segments=False"):
-        recipe_of(Chain(), Plan(split_size=1, spatial_size=0))
+        prepare_recipe(Chain(), Plan(split_size=1, spatial_size=0))
 
 
 class Refused(torch.autograd.Function):
@@ -116,11 +116,11 @@ def refuse(*values):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_what_cannot_be_compiled_is_named(backward: bool, monkeypatch: pytest.MonkeyPatch):
-    def compiled(graph, dynamic):
+    def compile_graph(graph, dynamic):
         return (lambda *values: [Refused.apply(made) for made in graph(*values)]) if backward else refuse
 
-    monkeypatch.setattr(torch, "compile", compiled)
-    recipe = recipe_of(Chain(), Plan(split_size=1, spatial_size=0))
+    monkeypatch.setattr(torch, "compile", compile_graph)
+    recipe = prepare_recipe(Chain(), Plan(split_size=1, spatial_size=0))
 
     def work(world):
         training = RankTraining(world, recipe)

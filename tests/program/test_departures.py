@@ -62,14 +62,14 @@ class Started:
         return True
 
 
-def handed_over(send_queue: SendQueue, device: Device, seen: list[str], name: str) -> Pending:
+def start_message(send_queue: SendQueue, device: Device, seen: list[str], name: str) -> Pending:
     device.told.append(lambda: seen.append(f"{name} packed"))
     return send_queue.start_after(device, lambda: Started(seen, f"{name} left"))
 
 
 def test_messages_leave_when_the_device_has_packed_them():
     send_queue, device, seen = SendQueue(), Device(), []
-    pending = handed_over(send_queue, device, seen, "a")
+    pending = start_message(send_queue, device, seen, "a")
     send_queue.poll()
     assert not seen
     assert not pending.is_completed()
@@ -81,21 +81,21 @@ def test_messages_leave_when_the_device_has_packed_them():
 
 def test_messages_leave_in_the_order_in_which_they_were_handed_over():
     send_queue, seen = SendQueue(), []
-    handed_over(send_queue, Device(), seen, "a")
-    handed_over(send_queue, Device(), seen, "b").wait()
+    start_message(send_queue, Device(), seen, "a")
+    start_message(send_queue, Device(), seen, "b").wait()
     assert seen == ["a packed", "a left", "b packed", "b left"]
 
 
-def test_whoever_leaves_waits_for_the_device():
+def test_a_message_that_leaves_waits_for_the_device():
     send_queue, device, seen = SendQueue(), Device(), []
-    send_queue.add(handed_over(send_queue, device, seen, "a"))
+    send_queue.add(start_message(send_queue, device, seen, "a"))
     send_queue.wait()
     assert seen == ["a packed", "a left"]
 
 
 def test_what_was_given_up_does_not_leave():
     send_queue, device, seen = SendQueue(), Device(), []
-    pending = handed_over(send_queue, device, seen, "a")
+    pending = start_message(send_queue, device, seen, "a")
     send_queue.discard()
     with pytest.raises(RankError, match="given up"):
         pending.wait()
@@ -124,7 +124,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         device.told.append(fill(self.flat, self.flat.clone()))
         return device
 
-    def watched(self: Worker) -> Step:
+    def record_step(self: Worker) -> Step:
         instruction = self.program.steps[self.position].instruction
         if isinstance(instruction, Compute) and self._send_queue._packed:
             computed.append(instruction.name)
@@ -132,7 +132,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(ExchangeRunner, "_fill", fill_messages)
     monkeypatch.setattr(GradientBucket, "pack", pack_gradients)
-    monkeypatch.setattr(Worker, "step", watched)
+    monkeypatch.setattr(Worker, "step", record_step)
     return computed
 
 

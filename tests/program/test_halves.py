@@ -32,21 +32,21 @@ from mpi4dl_nb.engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 from tests.predict.measured import live_values
 from tests.sampling import trials
-from tests.spatial.drawn import Calls, Geometry, geometries, seeds
+from tests.spatial.drawn import Calls, Geometry, generate_geometries, seeds
 from tests.zoo import Segmenter, Skips
 
 
-def overlapping(grid: object, fused: int = 0) -> Plan:
+def make_overlapping_plan(grid: object, fused: int = 0) -> Plan:
     return replace(tiled(grid, fused), overlap_halos=True)
 
 
-def program_of(model: nn.Module, plan: Plan, rank: int = 0) -> Program:
+def compile_program(model: nn.Module, plan: Plan, rank: int = 0) -> Program:
     """With a loss that sums, as any shape of output has one."""
     recipe = prepare(model.double(), plan, (2, 3, 12, 16), lambda x, _: x.sum(), device="cpu")
     return compile_plan(recipe.graph, plan)[rank]
 
 
-def picture(program: Program, phase: Phase) -> list[str]:
+def describe_instructions(program: Program, phase: Phase) -> list[str]:
     """The instructions of one way: halves by what they do, segments by whether they are an interior."""
     names = {
         Exchange: lambda item: "halo" if item.begins and item.ends else "begins" if item.begins else "ends",
@@ -60,7 +60,7 @@ def is_half(item: object) -> bool:
     return isinstance(item, Exchange) and not (item.begins and item.ends)
 
 
-def halves_of(program: Program) -> list[Exchange]:
+def list_halves(program: Program) -> list[Exchange]:
     return list(filter(is_half, program.forward))
 
 
@@ -70,13 +70,14 @@ def halves_of(program: Program) -> list[Exchange]:
 def test_backward_is_the_mirror_and_begins_where_forward_ends():
     """The image's own gradient is not asked for, so the first halo does not go back."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 5, 3, padding=1))
-    program = program_of(model, overlapping("1x2"))
+    program = compile_program(model, make_overlapping_plan("1x2"))
     there = ["begins", "interior", "ends", "segment"]
-    assert picture(program, Phase.FORWARD)[:8] == there * 2
-    assert picture(program, Phase.BACKWARD)[-6:] == ["segment", "begins", "interior", "ends", "segment", "interior"]
+    assert describe_instructions(program, Phase.FORWARD)[:8] == there * 2
+    mirrored = ["segment", "begins", "interior", "ends", "segment", "interior"]
+    assert describe_instructions(program, Phase.BACKWARD)[-6:] == mirrored
     back = [step.instruction for step in program.steps if step.phase is Phase.BACKWARD]
     names = [item.name for item in back if is_half(item)]
-    assert names == [half.name for half in halves_of(program)[2:]]
+    assert names == [half.name for half in list_halves(program)[2:]]
     assert names[0].startswith("stage0.relu.window")
     assert names[0].endswith(" begins")
 
@@ -104,24 +105,25 @@ class Read(nn.Module):
     ids=["no halo", "a tile without interior", "a sum over ranks", "a mean"],
 )
 def test_what_cannot_be_split_stays_as_it_was(model: nn.Module, grid: str):
-    assert program_of(model, overlapping(grid), 1).steps == program_of(model, tiled(grid), 1).steps
+    assert compile_program(model, make_overlapping_plan(grid), 1).steps == compile_program(model, tiled(grid), 1).steps
 
 
 @pytest.mark.nightly
 def test_readers_that_read_alike_share_strips_and_others_do_not():
     same = [nn.Conv2d(3, 2, 3, padding=1) for _ in range(2)]
-    assert len(halves_of(program_of(Read(*same), overlapping("2x2")))) == 2
-    assert len(halves_of(program_of(Read(*same, nn.Conv2d(3, 2, 5, padding=2)), overlapping("2x2")))) == 4
+    assert len(list_halves(compile_program(Read(*same), make_overlapping_plan("2x2")))) == 2
+    different = Read(*same, nn.Conv2d(3, 2, 5, padding=2))
+    assert len(list_halves(compile_program(different, make_overlapping_plan("2x2")))) == 4
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", [UNet(num_classes=3, width=2), Skips()], ids=["UNet", "Skips"])
 @pytest.mark.parametrize("grid", ["2x2", "1x3"])
 def test_no_message_more(model: nn.Module, grid: str):
-    option, plain = (prepare(model, plan, (2, 3, 24, 28)) for plan in (overlapping(grid), tiled(grid)))
+    option, plain = (prepare(model, plan, (2, 3, 24, 28)) for plan in (make_overlapping_plan(grid), tiled(grid)))
     programs = zip(compile_plan(option.graph, option.plan), compile_plan(plain.graph, plain.plan), strict=True)
     for one, other in programs:
-        assert halves_of(one)
+        assert list_halves(one)
         assert count_traffic(one) == count_traffic(other)
 
 
@@ -130,32 +132,32 @@ def test_no_message_more(model: nn.Module, grid: str):
 
 @pytest.mark.nightly
 @trials(25)
-@given(g=geometries(), groups=st.integers(1, 2), seed=seeds)
+@given(g=generate_geometries(), groups=st.integers(1, 2), seed=seeds)
 @example(g=Geometry(Grid(2, 2), (9, 12), (5, 6), (3, 3), (2, 2), (1, 1), (1, 1), (0, 1)), groups=2, seed=0)
 def test_convolution(g: Geometry, groups: int, seed: int):
     conv = nn.Conv2d(groups, groups, g.kernel, g.stride, g.padding, g.dilation, groups)
     pixels = whole_numbers(2, groups, *g.image_px, seed=seed)
-    assert_exact(with_whole_weights(conv, seed), pixels, overlapping(g.grid))
+    assert_exact(with_whole_weights(conv, seed), pixels, make_overlapping_plan(g.grid))
 
 
 @pytest.mark.nightly
 @trials(10)
-@given(g=geometries(pool=True, dilated=False), seed=seeds)
+@given(g=generate_geometries(pool=True, dilated=False), seed=seeds)
 def test_pools(g: Geometry, seed: int):
     settings = g.kernel, g.stride, g.padding
     pixels = whole_numbers(1, 2, *g.image_px, seed=seed)
-    assert_exact(nn.MaxPool2d(*settings), pixels, overlapping(g.grid))
+    assert_exact(nn.MaxPool2d(*settings), pixels, make_overlapping_plan(g.grid))
     divided = Calls(lambda x: functional.avg_pool2d(x, *settings, divisor_override=1))
-    assert_exact(divided, pixels, overlapping(g.grid))
+    assert_exact(divided, pixels, make_overlapping_plan(g.grid))
 
 
 @pytest.mark.nightly
 @trials(10)
-@given(g=geometries(), seed=seeds)
+@given(g=generate_geometries(), seed=seeds)
 def test_transposed_convolution(g: Geometry, seed: int):
     conv = nn.ConvTranspose2d(2, 1, g.kernel, g.stride, g.padding, g.spare_px, dilation=g.dilation)
     pixels = whole_numbers(1, 2, *g.out_px, seed=seed)
-    assert_exact(with_whole_weights(conv, seed), pixels, overlapping(g.grid))
+    assert_exact(with_whole_weights(conv, seed), pixels, make_overlapping_plan(g.grid))
 
 
 @pytest.mark.sampled(2)
@@ -164,7 +166,7 @@ def test_transposed_convolution(g: Geometry, seed: int):
 def test_values_that_several_layers_read(grid: str, fused: int):
     first = Read(nn.Conv2d(3, 2, 3, padding=1), nn.MaxPool2d(3, 1, 1), nn.Conv2d(3, 2, (3, 5), padding=(1, 2)))
     model = nn.Sequential(first, nn.ReLU(), Read(nn.Conv2d(7, 2, 3, padding=1), nn.Conv2d(7, 2, 3, padding=1)))
-    assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), overlapping(grid, fused))
+    assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), make_overlapping_plan(grid, fused))
 
 
 @pytest.mark.nightly
@@ -184,7 +186,7 @@ def test_with_other_knobs(knobs: dict[str, Any]):
     torch.manual_seed(0)
     model, loss = Segmenter(), nn.CrossEntropyLoss()
     recipe = prepare(model, plan, (2, 3, 20, 24), loss, device="cpu")
-    assert any(halves_of(program) for program in compile_plan(recipe.graph, plan))
+    assert any(list_halves(program) for program in compile_plan(recipe.graph, plan))
     told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
     assert told["ok"], told
 
@@ -196,22 +198,22 @@ def test_with_other_knobs(knobs: dict[str, Any]):
 @pytest.mark.parametrize("again", [False, True])
 def test_an_interior_is_completed_in_its_memory_or_begun_again(again: bool):
     """What waits for backward takes no memory beside the outputs', or with `checkpoint_activations` does not wait."""
-    plan = replace(overlapping("1x2"), checkpoint_activations=again)
+    plan = replace(make_overlapping_plan("1x2"), checkpoint_activations=again)
     recipe = prepare(Net().double(), plan, (1, 3, 16, 20), lambda x, _: x.sum(), device="cpu")
 
-    def waiting(world: LoopbackWorld) -> list[bool]:
+    def compare_addresses(world: LoopbackWorld) -> list[bool]:
         training = RankTraining(world, recipe)
         training.start(training.cut({"images": torch.randn(1, 3, 16, 20).double(), "labels": torch.tensor([1])}))
         while training.program.steps[training.worker.position].phase is Phase.FORWARD:
             training.worker.step()
         live = live_values(training.worker)
         begun = [name for name in live if name.endswith(".begun")]
-        return [_address(live[name]) == _address(live[name.removesuffix(".interior.begun")]) for name in begun]
+        return [_get_address(live[name]) == _get_address(live[name.removesuffix(".interior.begun")]) for name in begun]
 
-    assert run_ranks(2, waiting) == [[] if again else [True, True]] * 2
+    assert run_ranks(2, compare_addresses) == [[] if again else [True, True]] * 2
 
 
-def _address(tensor: Tensor) -> int:
+def _get_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -229,7 +231,7 @@ class Net(nn.Module):
 
 @pytest.mark.nightly
 def test_a_step_given_up_between_halves_leaves_nothing_behind():
-    recipe = prepare(Net().double(), overlapping("1x2"), (1, 3, 16, 20), lambda x, _: x.sum(), device="cpu")
+    recipe = prepare(Net().double(), make_overlapping_plan("1x2"), (1, 3, 16, 20), lambda x, _: x.sum(), device="cpu")
     images, labels = whole_numbers(1, 3, 16, 20), torch.tensor([1])
 
     def work(world: LoopbackWorld) -> tuple[float, float]:
@@ -252,11 +254,11 @@ BYTES_PER_S = 4e5
 
 def test_a_halo_passes_while_the_rank_computes():
     """Over a link that takes 0.1 s for it: waited for at once it takes that, and in halves what is left of it."""
-    plan = overlapping("1x2")
+    plan = make_overlapping_plan("1x2")
     recipe = prepare(nn.Conv2d(8, 1, 5, padding=2).double(), plan, (1, 8, 312, 20), lambda x, _: x.sum())
 
-    def seconds(world: LoopbackWorld) -> tuple[float, bool]:
-        (half, _) = halves_of(compile_plan(recipe.graph, plan)[world.rank])
+    def measure_exchange(world: LoopbackWorld) -> tuple[float, bool]:
+        (half, _) = list_halves(compile_plan(recipe.graph, plan)[world.rank])
         assert half.compute_bytes(half.receives) / BYTES_PER_S == pytest.approx(0.1, rel=0.01)
         link, cpu = ThrottledWorld(world, BYTES_PER_S), torch.device("cpu")
         whole = replace(half, strips=(), ends=True)
@@ -274,6 +276,6 @@ def test_a_halo_passes_while_the_rank_computes():
         same = all(torch.equal(strip, window[..., *where]) for strip, where in zip(strips, within, strict=True))
         return waited_s, same
 
-    for waited_s, same in run_ranks(2, seconds):
+    for waited_s, same in run_ranks(2, measure_exchange):
         assert same
         assert waited_s < 0.09

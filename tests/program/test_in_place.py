@@ -20,30 +20,35 @@ from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches
 
 
-def active(source: str, out: str = "z", kernel: str = "aten.relu.default") -> LocalOp:
+def make_activation(source: str, out: str = "z", kernel: str = "aten.relu.default") -> LocalOp:
     return LocalOp(out, kernel, (Ref(source),))
 
 
-def made_by(kernel: str, *read: str) -> LocalOp:
+def make_op(kernel: str, *read: str) -> LocalOp:
     return LocalOp("y", kernel, tuple(map(Ref, read)))
 
 
-NORM = made_by("tile.whole_batch_norm", "x", "gain", "offset")
+NORM = make_op("tile.whole_batch_norm", "x", "gain", "offset")
 FIRST = LocalOp("y0", "getitem", (Ref("y"), 0))
 
 
 @pytest.mark.parametrize(
     ("ops", "outputs", "found"),
     [
-        ([made_by("aten.conv2d.default", "x", "w"), active("y")], ("z",), {"z"}),
-        ([NORM, FIRST, LocalOp("y1", "getitem", (Ref("y"), 1)), active("y0")], ("y1", "z"), {"z"}),
-        ([NORM, FIRST, LocalOp("same", "getitem", (Ref("y"), 0)), active("y0")], ("same", "z"), set()),
-        ([FIRST, active("y0")], ("z",), set()),  # of an input
-        ([active("x")], ("z",), set()),
-        ([made_by("aten.add.Tensor", "a", "b"), active("y")], ("y", "z"), set()),
-        ([made_by("aten.add.Tensor", "a", "b"), active("y"), active("y", "again")], ("z", "again"), set()),
-        ([made_by("aten.sigmoid.default", "x"), active("y")], ("z",), set()),  # whose backward reads what it made
-        ([made_by("aten.add.Tensor", "a", "b"), active("y", kernel="aten.silu.default")], ("z",), set()),
+        ([make_op("aten.conv2d.default", "x", "w"), make_activation("y")], ("z",), {"z"}),
+        ([NORM, FIRST, LocalOp("y1", "getitem", (Ref("y"), 1)), make_activation("y0")], ("y1", "z"), {"z"}),
+        ([NORM, FIRST, LocalOp("same", "getitem", (Ref("y"), 0)), make_activation("y0")], ("same", "z"), set()),
+        ([FIRST, make_activation("y0")], ("z",), set()),  # of an input
+        ([make_activation("x")], ("z",), set()),
+        ([make_op("aten.add.Tensor", "a", "b"), make_activation("y")], ("y", "z"), set()),
+        (
+            [make_op("aten.add.Tensor", "a", "b"), make_activation("y"), make_activation("y", "again")],
+            ("z", "again"),
+            set(),
+        ),
+        # of an operator whose backward reads what it made
+        ([make_op("aten.sigmoid.default", "x"), make_activation("y")], ("z",), set()),
+        ([make_op("aten.add.Tensor", "a", "b"), make_activation("y", kernel="aten.silu.default")], ("z",), set()),
     ],
 )
 def test_a_relu_writes_over_what_nobody_asks_for_again(ops: list[LocalOp], outputs: tuple[str, ...], found: set[str]):
@@ -78,22 +83,22 @@ PLANS = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(name: str, monkeypatch):
-    trained, _ = _trained(PLANS[name])
+    trained, _ = _train_ranks(PLANS[name])
     monkeypatch.setattr(segment, "find_in_place", lambda _: frozenset())
-    for ours, theirs in zip(trained, _trained(PLANS[name])[0], strict=True):
+    for ours, theirs in zip(trained, _train_ranks(PLANS[name])[0], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_no_more_memory(monkeypatch):
-    _, (held,) = _trained(PLANS["whole"])  # messages would count from when they come
+    _, (held,) = _train_ranks(PLANS["whole"])  # messages would count from when they come
     monkeypatch.setattr(segment, "find_in_place", lambda _: frozenset())
-    assert held <= _trained(PLANS["whole"])[1][0]
+    assert held <= _train_ranks(PLANS["whole"])[1][0]
 
 
-def _trained(plan: Plan) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+def _train_ranks(plan: Plan) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     """Each rank's weights and buffers after two steps, and the most bytes that it held."""
-    recipe = _recipe(plan)
+    recipe = _prepare_recipe(plan)
 
     def train(world):
         training = RankTraining(world, recipe)
@@ -106,13 +111,13 @@ def _trained(plan: Plan) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     return list(weights), list(held)
 
 
-def _recipe(plan: Plan) -> Recipe:
+def _prepare_recipe(plan: Plan) -> Recipe:
     torch.manual_seed(0)
     return prepare(Net(), plan, (plan.parts, 3, 16, 16), device="cpu")
 
 
 def test_no_kernel_keeps_what_is_written_over():
-    recipe = _recipe(PLANS["whole"])
+    recipe = _prepare_recipe(PLANS["whole"])
     (program,) = compile_plan(recipe.graph, recipe.plan)
     called = {op.kernel for item in program.forward if isinstance(item, Compute) for op in item.ops}
     assert len([name for item in program.forward if isinstance(item, Compute) for name in find_in_place(item)]) == 4
@@ -142,6 +147,6 @@ def test_no_kernel_keeps_what_is_written_over():
 
 
 def test_a_kernel_of_ones_own_is_called(monkeypatch):
-    ops = made_by("aten.conv2d.default", "x", "w"), active("y")
+    ops = make_op("aten.conv2d.default", "x", "w"), make_activation("y")
     monkeypatch.setitem(kernels._KERNELS, "aten.relu.default", torch.relu)
     assert not find_in_place(Compute("some", ops, ("x",), ("z",), True))

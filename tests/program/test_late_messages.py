@@ -83,15 +83,15 @@ class Tail(nn.Module):
         return self.last(tokens).mean(1)
 
 
-def embedding() -> nn.Module:
+def make_embedding_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), Tail())
 
 
 plan64 = partial(Plan, precision="float64")
 CASES = {
-    "shared gradient": (embedding, plan64(split_size=2, spatial_size=0, parts=4), 16),
+    "shared gradient": (make_embedding_model, plan64(split_size=2, spatial_size=0, parts=4), 16),
     "shared gradient, weights later": (
-        embedding,
+        make_embedding_model,
         plan64(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble"),
         16,
     ),
@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-def trained(recipe: Recipe, late: bool) -> list[dict[str, dict[str, Tensor]]]:
+def train_ranks(recipe: Recipe, late: bool) -> list[dict[str, dict[str, Tensor]]]:
     whole = make_batches(recipe, 0, steps=2)
 
     def work(world: LoopbackWorld) -> dict[str, dict[str, Tensor]]:
@@ -124,7 +124,7 @@ def test_what_leaves_stays_as_it_was_until_it_is_read(name: str):
     make, plan, side_px = CASES[name]
     torch.manual_seed(0)
     recipe = prepare(make(), plan, (plan.parts, 3, side_px, side_px))
-    for ours, theirs in zip(trained(recipe, late=True), trained(recipe, late=False), strict=True):
+    for ours, theirs in zip(train_ranks(recipe, late=True), train_ranks(recipe, late=False), strict=True):
         for group, tensors in theirs.items():
             for key, tensor in tensors.items():
                 torch.testing.assert_close(ours[group][key], tensor, rtol=1e-12, atol=1e-14)

@@ -16,7 +16,7 @@ from tests.predict.measured import live_bytes
 PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
 
 
-def peaks(plan: Plan = PLAN) -> list[tuple[int, int]]:
+def measure_peaks(plan: Plan = PLAN) -> list[tuple[int, int]]:
     """Of each rank, the bytes that live at the peak of a step, measured and forecast.
 
     Only the head is trained, so that nothing but the readers in the forward pass keeps an activation.
@@ -38,9 +38,9 @@ def peaks(plan: Plan = PLAN) -> list[tuple[int, int]]:
 def test_a_value_that_is_never_freed_is_held_by_ranks_and_in_the_forecast(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: object
 ):
-    right = peaks()
+    right = measure_peaks()
     monkeypatch.setattr(owner, name, fault)
-    wrong = peaks()
+    wrong = measure_peaks()
     for (measured, forecast), (more_measured, more_forecast) in zip(right, wrong, strict=True):
         assert more_measured > measured
         assert more_forecast > forecast
@@ -50,12 +50,12 @@ def test_a_value_that_is_freed_too_early_is_missed(monkeypatch: pytest.MonkeyPat
     first = property(lambda self: {readers[0]: (name,) for name, readers in self.reads.items()})
     monkeypatch.setattr(DirectionProgram, "last_reads", first)
     with pytest.raises(KeyError):
-        peaks()
+        measure_peaks()
 
 
 @pytest.mark.nightly
 def test_recomputation_keeps_nothing_of_what_is_not_computed_again():
-    kept, recomputed = peaks(), peaks(replace(PLAN, checkpoint_activations=True))
+    kept, recomputed = measure_peaks(), measure_peaks(replace(PLAN, checkpoint_activations=True))
     for (measured, forecast), (measured_again, forecast_again) in zip(kept, recomputed, strict=True):
         assert measured_again <= 1.01 * measured
         assert forecast_again <= 1.01 * forecast

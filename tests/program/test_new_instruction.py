@@ -130,7 +130,7 @@ def test_it_runs_and_the_training_stays_exact(case: Case):
     case.model.zero_grad()
 
 
-def test_what_it_sends_is_told_beforehand(case: Case):
+def test_what_it_sends_is_counted_beforehand(case: Case):
     for program, before, ran in zip(case.programs, case.before, case.ran, strict=True):
         traffic = count_traffic(program)
         assert ran["sent"] == sum(part.bytes for part in traffic.values())

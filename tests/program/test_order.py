@@ -37,21 +37,21 @@ PLANS = {
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 
-def net() -> nn.Module:
+def make_net() -> nn.Module:
     layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*layers, nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 
 
 @cache
-def compiled(plan: Plan) -> tuple[ModelGraph, tuple[Program, ...], DependencyOrder]:
-    graph = prepare(net(), plan, (4 * plan.parts, 3, 8, 12)).graph
+def compile_programs(plan: Plan) -> tuple[ModelGraph, tuple[Program, ...], DependencyOrder]:
+    graph = prepare(make_net(), plan, (4 * plan.parts, 3, 8, 12)).graph
     compiler = Compiler(graph, plan)
     programs = tuple(compiler.compile_rank(rank) for rank in range(plan.ranks))
     return graph, programs, DependencyOrder(programs)
 
 
-def described(plan: Plan) -> list[tuple[StepLabel, ...]]:
-    graph, programs, _ = compiled(plan)
+def label_programs(plan: Plan) -> list[tuple[StepLabel, ...]]:
+    graph, programs, _ = compile_programs(plan)
     return [label_steps(graph, program) for program in programs]
 
 
@@ -65,7 +65,7 @@ def is_open(order: DependencyOrder, at: StepCounts) -> bool:
     )
 
 
-def walked(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit: str) -> Iterator[StepCounts]:
+def walk_order(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit: str) -> Iterator[StepCounts]:
     at: StepCounts = (0,) * len(order.ends)
     while at != order.ends:
         before = at
@@ -80,14 +80,14 @@ def walked(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit:
 @every_plan
 @pytest.mark.parametrize("unit", UNITS)
 def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan, unit: str):
-    order = compiled(plan)[2]
-    assert not any(is_open(order, at) for at in walked(order, described(plan), unit))
+    order = compile_programs(plan)[2]
+    assert not any(is_open(order, at) for at in walk_order(order, label_programs(plan), unit))
 
 
 @pytest.mark.sampled(3)
 @every_plan
 def test_a_way_by_instructions_can_be_gone_and_ends_where_it_was_to(plan: Plan):
-    order = compiled(plan)[2]
+    order = compile_programs(plan)[2]
     start: StepCounts = (0,) * len(order.ends)
     way = order.list_counts(start, order.ends)
     assert way[-1] == order.ends
@@ -102,7 +102,7 @@ def test_a_way_by_instructions_can_be_gone_and_ends_where_it_was_to(plan: Plan):
 
 @every_plan
 def test_one_instruction_of_the_next_rank_takes_along_only_those_that_it_meets(plan: Plan):
-    order = compiled(plan)[2]
+    order = compile_programs(plan)[2]
     at: StepCounts = (0,) * plan.ranks
     while (rank := order.choose_next_rank(at)) is not None:
         new = order.compute_closure(at, {rank: at[rank] + 1})
@@ -116,7 +116,7 @@ def test_one_instruction_of_the_next_rank_takes_along_only_those_that_it_meets(p
 @every_plan
 def test_a_rank_alone_goes_to_its_end_with_the_least_of_others(plan: Plan):
     """No rank could do one instruction less."""
-    order = compiled(plan)[2]
+    order = compile_programs(plan)[2]
     rank = plan.ranks - 1
     half = order.ends[rank] // 2
     new = order.compute_closure((0,) * plan.ranks, {rank: half})
@@ -130,7 +130,7 @@ def test_a_rank_alone_goes_to_its_end_with_the_least_of_others(plan: Plan):
 
 @every_plan
 def test_weights_move_on_all_ranks_at_once(plan: Plan):
-    _, programs, order = compiled(plan)
+    _, programs, order = compile_programs(plan)
     assert all(isinstance(program.steps[-1].instruction, Update) for program in programs)
     almost = order.compute_closure((0,) * plan.ranks, {rank: end - 1 for rank, end in enumerate(order.ends)})
     assert almost == tuple(end - 1 for end in order.ends)
@@ -139,23 +139,23 @@ def test_weights_move_on_all_ranks_at_once(plan: Plan):
 
 def test_who_only_sends_waits_for_nobody_and_who_receives_waits_for_the_senders():
     plan = PLANS["tiles and a joint"]
-    _, programs, order = compiled(plan)
+    _, programs, order = compile_programs(plan)
     steps = [program.steps for program in programs]
 
-    def joint(rank: int) -> int:
+    def find_joint(rank: int) -> int:
         kinds = [isinstance(s.instruction, Exchange) and s.instruction.kind == "stage" for s in steps[rank]]
         return kinds.index(True)
 
-    assert order.needs[0][joint(0)] == ()
-    assert order.needs[4][joint(4)] == tuple((rank, joint(rank)) for rank in range(4))
+    assert order.needs[0][find_joint(0)] == ()
+    assert order.needs[4][find_joint(4)] == tuple((rank, find_joint(rank)) for rank in range(4))
     assert order.find_blocking_ranks((0,) * 5, 4) == (0, 1, 2, 3)
-    alone = order.compute_closure((0,) * 5, {0: joint(0) + 1})
+    alone = order.compute_closure((0,) * 5, {0: find_joint(0) + 1})
     assert alone[4] == 0
 
 
 def test_a_block_is_a_layer_a_pass_or_a_phase():
     plan = PLANS["1f1b both ways, twice"]
-    for found in described(plan):
+    for found in label_programs(plan):
         for unit, key in (
             ("layer", lambda p: (p.layer, p.work, p.phase_name)),
             ("micro-batch", lambda p: (p.work, p.phase_name)),
@@ -169,7 +169,7 @@ def test_a_block_is_a_layer_a_pass_or_a_phase():
 
 
 def test_places_are_named_by_the_users_modules():
-    graph, programs, _ = compiled(PLANS["tiles and a joint"])
+    graph, programs, _ = compile_programs(PLANS["tiles and a joint"])
     found = label_steps(graph, programs[0])
     halo = next(place for place in found if place.kind == "halo")
     after = next(place for place in found[found.index(halo) :] if place.kind == "compute")

@@ -40,7 +40,7 @@ class Block(nn.Module):
         return torch.relu(self.far(self.near(x)) + torch.cat([x, x], 1)[:, 1:3])
 
 
-def seen_by_autograd(net: nn.Module, shape: tuple[int, ...], pixel: tuple[int, int]) -> Tile:
+def find_field_by_autograd(net: nn.Module, shape: tuple[int, ...], pixel: tuple[int, int]) -> Tile:
     """The smallest rectangle that holds all pixels with a gradient from one pixel of the answer."""
     image = torch.rand(shape, dtype=torch.float64, requires_grad=True)
     net(image)[..., pixel[0], pixel[1]].sum().backward()
@@ -48,7 +48,7 @@ def seen_by_autograd(net: nn.Module, shape: tuple[int, ...], pixel: tuple[int, i
     return Tile(Span(int(rows[0]), int(rows[-1]) + 1), Span(int(cols[0]), int(cols[-1]) + 1))
 
 
-def positive(net: nn.Module) -> nn.Module:
+def make_positive(net: nn.Module) -> nn.Module:
     """No two ways cancel each other."""
     with torch.no_grad():
         for parameter in net.parameters():
@@ -56,33 +56,33 @@ def positive(net: nn.Module) -> nn.Module:
     return net.double().eval()
 
 
-def fields_of(net: nn.Module, shape: tuple[int, ...] = SHAPE) -> ReceptiveFields:
+def make_fields(net: nn.Module, shape: tuple[int, ...] = SHAPE) -> ReceptiveFields:
     return ReceptiveFields(trace_inference(net, TensorSpec(shape, "float64")))
 
 
 @pytest.mark.parametrize("name", [*NETS, "block"])
 def test_it_is_where_autograd_finds_a_gradient(name):
-    net = positive(Block() if name == "block" else nn.Sequential(*NETS[name]))
-    fields = fields_of(net)
+    net = make_positive(Block() if name == "block" else nn.Sequential(*NETS[name]))
+    fields = make_fields(net)
     node = fields.graph.prediction
     rows, cols = fields.get_size_px(node)
     for pixel in {(0, 0), (rows // 2, cols // 2), (rows // 3, cols - 1), (rows - 1, 1)}:
-        assert fields.compute_field(node, *pixel).image == seen_by_autograd(net, SHAPE, pixel)
+        assert fields.compute_field(node, *pixel).image == find_field_by_autograd(net, SHAPE, pixel)
 
 
 def test_of_a_max_pool_the_largest_pixel_counts_and_all_are_looked_at():
-    net = positive(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(4)))
-    fields = fields_of(net)
+    net = make_positive(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(4)))
+    fields = make_fields(net)
     field = fields.compute_field(fields.graph.prediction, 3, 3)
     assert field.image == Tile(Span(11, 17), Span(11, 17))
-    assert seen_by_autograd(net, SHAPE, (3, 3)).is_inside(field.image)
+    assert find_field_by_autograd(net, SHAPE, (3, 3)).is_inside(field.image)
     pixel = Tile(Span(3, 4), Span(3, 4))
     assert fields.compute_region(fields.graph.prediction, pixel, "conv2d") == Tile(Span(12, 16), Span(12, 16))
 
 
 def test_a_slide_of_100000_px_has_one_too():
     """Of ResNet-20, whose last convolution sees a few hundred pixels at most, whatever the image."""
-    fields = fields_of(resnet20_v1(), (1, 3, 100_000, 100_000))
+    fields = make_fields(resnet20_v1(), (1, 3, 100_000, 100_000))
     last = [node.name for node in fields.graph.nodes if node.operator == "aten.conv2d.default"][-1]
     rows, cols = fields.get_size_px(last)
     image = fields.compute_field(last, rows // 2, cols // 2).image
@@ -113,7 +113,7 @@ def test_what_has_none_is_refused(asked, reason):
             return self.conv(x).mean((2, 3))
 
     with pytest.raises(PlanError, match=reason):
-        fields_of(Net()).compute_field(*asked)
+        make_fields(Net()).compute_field(*asked)
 
 
 def test_the_example_runs():

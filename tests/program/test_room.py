@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.third(x) + x[:, :2]
 
 
-def ready(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[ExchangeRunner], list[str]]:
+def prepare_exchanges(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[ExchangeRunner], list[str]]:
     program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
     exchanges = [item for item in program.forward if isinstance(item, Exchange)]
     found = make_exchange_runners(exchanges, world, torch.device("cpu"), SendQueue())
@@ -46,22 +46,22 @@ def ready(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[list[ExchangeRu
     return [found[item.name] for item in exchanges], used
 
 
-def on_ranks(work):
+def run_on_ranks(work):
     net = Net()
     recipe = prepare(net, tiled("2x2"), (1, 3, 9, 10))
-    return run_ranks(RANKS, lambda world: work(*ready(world, net, recipe)))
+    return run_ranks(RANKS, lambda world: work(*prepare_exchanges(world, net, recipe)))
 
 
 def test_only_a_value_that_the_exchange_alone_reads_gets_room():
-    assert on_ranks(lambda _, used: used) == [["relu"]] * RANKS
+    assert run_on_ranks(lambda _, used: used) == [["relu"]] * RANKS
 
 
 def test_a_kernel_of_the_user_makes_a_value_of_its_own(monkeypatch):
     """It is called, and not the variant of ours that writes into the window."""
     monkeypatch.setattr(Tensor, "relu", functional.leaky_relu)
-    assert on_ranks(lambda _, used: used) == [["leaky_relu"]] * RANKS
+    assert run_on_ranks(lambda _, used: used) == [["leaky_relu"]] * RANKS
     monkeypatch.setitem(kernels._KERNELS, "aten.leaky_relu.default", lambda x, slope: torch.where(x > 0, x, 2 * x))
-    assert on_ranks(lambda _, used: used) == [[]] * RANKS
+    assert run_on_ranks(lambda _, used: used) == [[]] * RANKS
 
 
 def test_the_window_is_the_memory_around_the_value():
@@ -74,7 +74,7 @@ def test_the_window_is_the_memory_around_the_value():
         same_memory = window.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         return same_memory and torch.equal(window, plain) and value._version == before
 
-    assert on_ranks(work) == [True] * RANKS
+    assert run_on_ranks(work) == [True] * RANKS
 
 
 def test_a_room_serves_its_own_value_once():
@@ -88,7 +88,7 @@ def test_a_room_serves_its_own_value_once():
         addresses = {window.untyped_storage().data_ptr() for window in windows}
         return len(addresses) == 3 and value.untyped_storage().data_ptr() not in addresses and bool((value == 3).all())
 
-    assert on_ranks(work) == [True] * RANKS
+    assert run_on_ranks(work) == [True] * RANKS
 
 
 def test_the_net_is_exact():
@@ -113,7 +113,7 @@ class Skips(nn.Module):
 def test_activations_and_skips_get_room_and_stay_exact():
     net = Skips()
     recipe = prepare(net, tiled("2x2"), (1, 3, 9, 10))
-    assert run_ranks(RANKS, lambda world: ready(world, net, recipe)[1]) == [["leaky_relu", "cat"]] * RANKS
+    assert run_ranks(RANKS, lambda world: prepare_exchanges(world, net, recipe)[1]) == [["leaky_relu", "cat"]] * RANKS
     assert_exact(with_whole_weights(net), whole_numbers(2, 3, 9, 10), tiled("2x2"))
 
 
@@ -171,4 +171,4 @@ def test_a_value_of_another_type_finds_memory_of_its_own():
 
 def test_a_plan_of_one_rank_needs_no_room():
     recipe = prepare(Net(), Plan(split_size=1, slice_method="1x1"), (1, 3, 9, 10))
-    assert run_ranks(1, lambda world: ready(world, Net(), recipe)[1]) == [[]]
+    assert run_ranks(1, lambda world: prepare_exchanges(world, Net(), recipe)[1]) == [[]]

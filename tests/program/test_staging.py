@@ -34,7 +34,7 @@ class Watched(LoopbackWorld):
         return super().exchange(sends, receives)
 
 
-def handed_on(rank: int, grid: Grid, images: int = 1) -> Exchange:
+def make_exchange(rank: int, grid: Grid, images: int = 1) -> Exchange:
     """Rank 0 has the whole value; the ranks behind it want its tiles."""
     wanted = dict(enumerate(grid.cut(SIDE_PX, SIDE_PX), start=1))
     travelling = compute_moves({0: WHOLE}, wanted)
@@ -63,7 +63,7 @@ def handed_on(rank: int, grid: Grid, images: int = 1) -> Exchange:
 )
 def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, images: int, bare: bool):
     def work(world: LoopbackWorld) -> None:
-        step, watched, row = handed_on(world.rank, grid, images), Watched(world), SIDE_PX * 3 * 4
+        step, watched, row = make_exchange(world.rank, grid, images), Watched(world), SIDE_PX * 3 * 4
         carrier = make_exchange_runners([step], watched, torch.device("cpu"), SendQueue())["x"]
         source = None
         if world.rank == 0:
@@ -87,7 +87,7 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
 
 def test_what_is_in_a_row_is_so_in_memory():
     """For all rectangles of a small image."""
-    step = handed_on(0, Grid(1, 1), images=2)
+    step = make_exchange(0, Grid(1, 1), images=2)
     tiles = [tile for rows in (1, 2, 4) for cols in (1, 2, 4) for tile in Grid(rows, cols).cut(SIDE_PX, SIDE_PX)]
     for frame in (WHOLE, tiles[-1]):
         held = torch.empty(step.compute_shape(frame)).to(memory_format=torch.channels_last)
@@ -98,7 +98,7 @@ def test_what_is_in_a_row_is_so_in_memory():
 
 def test_what_goes_to_two_ranks_is_not_lent_all():
     """Both bring a gradient home, and these add up."""
-    step = handed_on(0, Grid(1, 1))
+    step = make_exchange(0, Grid(1, 1))
     twice = Exchange(
         **{name: getattr(step, name) for name in step.__slots__} | {"sends": (*step.sends, Move(0, 2, WHOLE))}
     )
@@ -114,7 +114,7 @@ class Library:
         self.__dict__.update(functions)
 
 
-def told(failed: int, supported: int) -> object:
+def make_query(failed: int, supported: int) -> object:
     def query(kind: int, answer: object) -> int:
         answer._obj.value = supported  # of `ctypes.byref`
         return failed
@@ -128,9 +128,9 @@ def told(failed: int, supported: int) -> object:
         (Library(), False),
         (Library(MPIX_Query_cuda_support=lambda: 1), True),
         (Library(MPIX_Query_cuda_support=lambda: 0), False),
-        (Library(MPIX_GPU_query_support=told(0, 1)), True),
-        (Library(MPIX_GPU_query_support=told(0, 0)), False),
-        (Library(MPIX_GPU_query_support=told(1, 1)), False),
+        (Library(MPIX_GPU_query_support=make_query(0, 1)), True),
+        (Library(MPIX_GPU_query_support=make_query(0, 0)), False),
+        (Library(MPIX_GPU_query_support=make_query(1, 1)), False),
     ],
     ids=["silent", "Open MPI with", "Open MPI without", "MPICH with", "MPICH without", "MPICH fails"],
 )

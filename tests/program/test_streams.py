@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.train.oracle import TrainingRecord
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import compare_records, make_batches, record_rank_run
-from tests.program.streams import RaceError, rank, use_streams, watched
+from tests.program.streams import RaceError, rank, use_streams, watch_streams
 
 plan64 = partial(Plan, precision="float64")
 CASES = {
@@ -40,14 +40,14 @@ CASES = {
 }
 
 
-def exact(name: str) -> bool:
+def is_exact(name: str) -> bool:
     make, plan = CASES[name]
     model = make(num_classes=3)
     recipe = prepare(model, plan, (4, 3, 16, 16), device="cpu")
     whole = make_batches(recipe, 0)
 
     def work(world: LoopbackWorld) -> TrainingRecord:
-        with watched(world) as one:
+        with watch_streams(world) as one:
             training = RankTraining(one, recipe)
             return record_rank_run(training, map(training.cut, whole))
 
@@ -59,20 +59,20 @@ def exact(name: str) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_overtakes_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
-    assert exact(name)
+    assert is_exact(name)
 
 
 def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
 
     @contextmanager
-    def early(device, memory, read):
+    def send_early(device, memory, read):
         with streams.torch.cuda.stream(rank().beside[0]):
             yield
 
-    monkeypatch.setattr(exchange_runner, "use_send_stream", early)
+    monkeypatch.setattr(exchange_runner, "use_send_stream", send_early)
     with pytest.raises(RaceError, match="in leaving, which has not waited for computing"):
-        exact("tiles")
+        is_exact("tiles")
 
 
 @pytest.mark.nightly
@@ -82,13 +82,13 @@ def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
 def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
 
-    def early(arrived, device, memory):
+    def copy_early(arrived, device, memory):
         with streams.torch.cuda.stream(rank().beside[1]):
             return [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
 
-    monkeypatch.setattr(module, "copy_to_device", early)
+    monkeypatch.setattr(module, "copy_to_device", copy_early)
     with pytest.raises(RaceError, match="in computing, which has not waited for arriving"):
-        exact(name)
+        is_exact(name)
 
 
 @pytest.mark.nightly
@@ -97,13 +97,13 @@ def test_a_message_that_leaves_before_it_is_packed_is_found(module, name: str, m
     use_streams(monkeypatch)
     monkeypatch.setattr(module, "record_event", lambda device, memory: streams._PASSED)
     with pytest.raises(RaceError, match="a message in host, which has not waited for leaving"):
-        exact(name)
+        is_exact(name)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tiles", "pipeline behind tiles"])
-def test_memory_of_which_the_allocator_was_not_told_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_is_not_recorded_with_the_allocator_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     with pytest.raises(RaceError, match="memory is used again in"):
-        exact(name)
+        is_exact(name)

@@ -51,19 +51,19 @@ class Counting:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
-def test_every_message_and_byte_is_told_beforehand(plan: Plan):
+def test_every_message_and_byte_is_counted_beforehand(plan: Plan):
     recipe = prepare(UNet(num_classes=3, width=4), plan, (2, 3, 36, 44), device="cpu")
     count = 2 * plan.batches
     batch = {"images": torch.randn(count, 3, 36, 44), "labels": torch.zeros(count, 36, 44, dtype=torch.int64)}
 
-    def sent(world: LoopbackWorld) -> Counter[str]:
+    def count_sent(world: LoopbackWorld) -> Counter[str]:
         counting = Counting(world)
         training = RankTraining(counting, recipe)
         training.step(training.cut(batch))
         counting.sent["timed"] = sum(event.bytes for event in training.worker.events)
         return counting.sent
 
-    counted = run_ranks(plan.ranks, sent)
+    counted = run_ranks(plan.ranks, count_sent)
     for program, seen in zip(compile_plan(recipe.graph, plan), counted, strict=True):
         told = list(count_traffic(program).values())
         assert sum(part.messages for part in told) == seen["messages"]
@@ -80,7 +80,7 @@ def test_no_rank_of_a_spatial_stage_holds_a_whole_image(halos: dict[str, object]
     batch = {"images": torch.randn(1, 3, 64, 96), "labels": torch.zeros(1, 64, 96, dtype=torch.int64)}
     specs = recipe.graph.specs
 
-    def largest_share(world: LoopbackWorld) -> float:
+    def compute_largest_share(world: LoopbackWorld) -> float:
         training, shares = RankTraining(world, recipe), [0.0]
         training.start(training.cut(batch))
         while not training.worker.done:
@@ -91,6 +91,6 @@ def test_no_rank_of_a_spatial_stage_holds_a_whole_image(halos: dict[str, object]
                     shares.append(tensor.shape[-2] * tensor.shape[-1] / (spec.shape[-2] * spec.shape[-1]))
         return max(shares)
 
-    *spatial, joined = run_ranks(plan.ranks, largest_share)
+    *spatial, joined = run_ranks(plan.ranks, compute_largest_share)
     assert 0.25 <= max(spatial) < 0.8
     assert joined == 1.0

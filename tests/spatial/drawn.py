@@ -51,7 +51,7 @@ class Geometry:
 
 
 @st.composite
-def grids(draw: st.DrawFn, *sizes_px: Pair) -> Grid:
+def generate_grids(draw: st.DrawFn, *sizes_px: Pair) -> Grid:
     """A grid of 2 to 9 tiles that can cut images of all these sizes."""
     most_rows, most_cols = (min(4, *axis) for axis in zip((4, 4), *sizes_px, strict=True))
     rows = draw(st.integers(1, most_rows))
@@ -61,7 +61,7 @@ def grids(draw: st.DrawFn, *sizes_px: Pair) -> Grid:
 
 
 @st.composite
-def geometries(
+def generate_geometries(
     draw: st.DrawFn, pool: bool = False, dilated: bool = True, strided: bool = True, few: bool = False
 ) -> Geometry:
     """Pools may pad by half their kernel at most, and have no windows without a pixel.
@@ -80,16 +80,16 @@ def geometries(
     settings = zip(out_px, kernel, stride, padding, dilation, spare_px, strict=True)
     image_px = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * p + spare for n, k, s, p, d, spare in settings)
     assume(min(image_px) > 0)
-    grid = draw(grids(image_px) if few else grids(image_px, out_px))
+    grid = draw(generate_grids(image_px) if few else generate_grids(image_px, out_px))
     assume(not few or out_px[0] < grid.rows or out_px[1] < grid.cols)
     return Geometry(grid, image_px, out_px, kernel, stride, padding, dilation, spare_px)
 
 
 @st.composite
-def images_on_grids(draw: st.DrawFn) -> tuple[Grid, Pair]:
+def generate_images_on_grids(draw: st.DrawFn) -> tuple[Grid, Pair]:
     """An image that no operator makes smaller."""
     size_px = draw(st.integers(1, 11)), draw(st.integers(1, 11))
-    return draw(grids(size_px)), size_px
+    return draw(generate_grids(size_px)), size_px
 
 
 class Calls(nn.Module):

@@ -67,7 +67,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, axes: Axes) -> Case:
+def generate_cases(draw: st.DrawFn, axes: Axes) -> Case:
     grid = Grid(*(draw(st.integers(1, 3 if len(axes) < 3 else 2)) for _ in axes))
     assume(1 < grid.tiles <= 8)
     sizes, layers = [tuple(draw(st.integers(parts, 9)) for parts in grid)], []
@@ -103,7 +103,7 @@ def layer() -> Iterator[None]:
 
 
 @contextmanager
-def one_process(case: Case) -> Iterator[tuple[Tensor, Tensor]]:
+def run_in_one_process(case: Case) -> Iterator[tuple[Tensor, Tensor]]:
     """The input with its gradient, and the result."""
     x = whole_numbers(*case.get_shape(0), seed=1).requires_grad_()
     y = x
@@ -155,9 +155,9 @@ def run_case(world: LoopbackWorld, case: Case, wholes: dict[str, Tensor]) -> tup
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_ranks_compute_the_whole_to_the_bit(axes: Axes):
     @trials(40)
-    @given(case=cases(axes))
+    @given(case=generate_cases(axes))
     def check(case: Case) -> None:
-        with one_process(case) as (x, y):
+        with run_in_one_process(case) as (x, y):
             wholes = {"x": x.detach(), "weights": whole_numbers(*y.shape, seed=2)}
             runs = run_ranks(case.grid.tiles, lambda world: run_case(world, case, wholes))
             for rank, (made, loss, grad) in enumerate(runs):
@@ -176,7 +176,7 @@ def test_the_search_space_holds_wide_halos_and_uneven_tiles(axes: Axes):
         tiles = case.grid.cut(*case.sizes[0])
         return len({tile.shape for tile in tiles}) > 1 and max(case.widths) > min(map(min, (t.shape for t in tiles)))
 
-    assert is_hard(find(cases(axes), is_hard))
+    assert is_hard(find(generate_cases(axes), is_hard))
 
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)

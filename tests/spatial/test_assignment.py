@@ -15,12 +15,12 @@ from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from tests.exact import assert_exact, ready, tiled, whole_numbers
 from tests.sampling import trials
-from tests.spatial.drawn import Calls, Pair, check, images_on_grids, seeds
+from tests.spatial.drawn import Calls, Pair, check, generate_images_on_grids, seeds
 
 Write = Callable[[Tensor, Tensor], None]
 
 
-def written(write: Write) -> Callable[[Tensor], Tensor]:
+def make_forward(write: Write) -> Callable[[Tensor], Tensor]:
     """What `write(y, x)` makes of a copy y of 2 x, and something after it."""
 
     def forward(x: Tensor) -> Tensor:
@@ -41,13 +41,13 @@ def set_to(place: object) -> Callable[[object], Write]:
     return make
 
 
-def cross(y: Tensor, x: Tensor) -> None:
+def write_crosswise(y: Tensor, x: Tensor) -> None:
     y[:, :, 1:, :] = x[:, :, :-1, :]
     y[:, :, :, :-1] += 3 * x[:, :, :, 1:]
     y[:, 1, 0] = 5
 
 
-def nested(y: Tensor, x: Tensor) -> None:
+def write_nested_parts(y: Tensor, x: Tensor) -> None:
     y[:, 1:][:, :, 1:].mul_(3)
     y[..., 0, :].add_(x[..., -1, :])
 
@@ -86,8 +86,8 @@ WRITES: dict[str, Write] = {
     "copy of one channel": lambda y, x: y.copy_(x[:, :1]),
     "fill": lambda y, x: y[:, 1:].fill_(3),
     "zero": lambda y, x: y[:, :, 1:].zero_(),
-    "parts of parts": nested,
-    "several": cross,
+    "parts of parts": write_nested_parts,
+    "several": write_crosswise,
     "index fill": lambda y, x: y.index_fill_(1, torch.tensor([0, 2]), 6),
     "index fill of rows, some of them twice": lambda y, x: y.index_fill_(2, torch.tensor([3, 0, -1, 3]), 6),
     "index fill of a column": lambda y, x: y.index_fill_(-1, torch.tensor([1]), 6),
@@ -101,18 +101,18 @@ WRITES: dict[str, Write] = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
 @trials(3)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_assignment(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 3)
-    check(written(WRITES[name]), whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(make_forward(WRITES[name]), whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_assignment_on_uneven_tiles_and_strips(name: str):
     for grid in ("2x3", "4x1", "1x5"):
-        check(written(WRITES[name]), whole_numbers(2, 4, 7, 11), Grid(*map(int, grid.split("x"))))
+        check(make_forward(WRITES[name]), whole_numbers(2, 4, 7, 11), Grid(*map(int, grid.split("x"))))
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 1), Grid(1, 2)])
@@ -123,7 +123,7 @@ def test_a_list_of_lines_by_one_pixel_of_each(grid: Grid):
         y[:, :, [2, 0]] = x[:, :, [1, 2], :1] * 3
         y[..., [3, 1]] = x[..., :1, [0, 2]]
 
-    check(written(write), whole_numbers(2, 4, 6, 8), grid)
+    check(make_forward(write), whole_numbers(2, 4, 6, 8), grid)
 
 
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -142,39 +142,39 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PICKS)
 @trials(3)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_picks(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 3)
     check(PICKS[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
-def shifted(x: Tensor) -> Tensor:
+def swap_halves(x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[:, :2] = x[:, 2:]
     y[:, 2:] = x[:, :2]
     return y
 
 
-def padded(x: Tensor) -> Tensor:
+def pad_zeros(x: Tensor) -> Tensor:
     n, channels, height, width = x.shape
     y = x.new_zeros(n, channels, height + 3, width + 2)
     y[:, :, 1:-2, 1:-1] = x
     return y
 
 
-def into_memory(x: Tensor) -> Tensor:
+def copy_into_memory(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     y.copy_(x * 2)
     return y + x
 
 
-def one_hot(x: Tensor) -> Tensor:
+def apply_one_hot(x: Tensor) -> Tensor:
     hot = torch.zeros(x.shape, dtype=x.dtype).scatter_(1, x.argmax(1, keepdim=True), 1)
     return hot * x
 
 
-def mask_of_windows(x: Tensor) -> Tensor:
+def apply_window_mask(x: Tensor) -> Tensor:
     """As torchvision's shifted windows have it: numbers of regions, written into a constant."""
     mask = x.new_zeros(x.shape[-2:])
     for count, (rows, cols) in enumerate(((slice(0, -2), slice(0, -1)), (slice(-2, None), slice(-1, None)))):
@@ -182,13 +182,19 @@ def mask_of_windows(x: Tensor) -> Tensor:
     return x * mask
 
 
-NEW = {"shifted": shifted, "padded": padded, "into memory": into_memory, "one hot": one_hot, "mask": mask_of_windows}
+NEW = {
+    "shifted": swap_halves,
+    "padded": pad_zeros,
+    "into memory": copy_into_memory,
+    "one hot": apply_one_hot,
+    "mask": apply_window_mask,
+}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NEW)
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_what_is_written_into_new_memory(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 3)
@@ -200,7 +206,7 @@ def test_what_is_written_into_new_memory(name: str, case: tuple[Grid, Pair], see
 @pytest.mark.parametrize("how", [{"halo_d2": True, "fused_layers": 2}, {"overlap_halos": True}])
 def test_assignment_between_convolutions(name: str, how: dict[str, object]):
     """With fused halos a tile writes what its neighbours write, too."""
-    write = written(WRITES[name]) if name in WRITES else NEW[name]
+    write = make_forward(WRITES[name]) if name in WRITES else NEW[name]
 
     class Between(torch.nn.Module):
         def __init__(self) -> None:
@@ -229,7 +235,7 @@ def test_any_slice(low: int, high: int, step: int, axis: int, seed: int):
         place[axis] = slice(low, high, step)
         y[tuple(place)] = x.narrow(axis, 0, size) * 3
 
-    check(written(write), whole_numbers(1, 2, 9, 9, seed=seed), Grid(3, 3))
+    check(make_forward(write), whole_numbers(1, 2, 9, 9, seed=seed), Grid(3, 3))
 
 
 def test_what_is_written_through_a_view_is_seen_through_others():
@@ -274,6 +280,6 @@ def test_rows_that_an_image_does_not_have_are_refused(number: int):
     """One process fails when it runs; counted in a circle, they would be other rows."""
     image, place = whole_numbers(1, 2, 6, 8), (ALL, ALL, [0, number])
     index = torch.tensor(place[2])
-    for forward in (written(set_to(place)(4)), lambda x: 2 * x[place], lambda x: (2 * x).index_fill(2, index, 4)):
+    for forward in (make_forward(set_to(place)(4)), lambda x: 2 * x[place], lambda x: (2 * x).index_fill(2, index, 4)):
         with pytest.raises(TraceError, match=rf"aten.index.* picks number {number} of 6 .*numbers from -6 to 5"):
             ready(Calls(forward), image, image[:, :, :1], tiled("2x1"))

@@ -15,24 +15,24 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds
+from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
-def matrix(x: Tensor) -> Tensor:
+def make_matrix(x: Tensor) -> Tensor:
     """(3, 4), made of what a graph can make."""
     return torch.arange(12.0, dtype=x.dtype, device=x.device).reshape(3, 4) - 5
 
 
-def shuffled(x: Tensor) -> Tensor:
+def apply_channel_shuffle(x: Tensor) -> Tensor:
     """ShuffleNet's own way to write it (Zhang et al., 2017, arXiv:1707.01083)."""
     n, channels, height, width = x.shape
     return x.view(n, 2, channels // 2, height, width).transpose(1, 2).contiguous().view(n, channels, height, width)
 
 
 SHAPES = {
-    "channel shuffle by views": shuffled,
+    "channel shuffle by views": apply_channel_shuffle,
     "channel shuffle": lambda x: F.channel_shuffle(x, 2),
     "unflatten and flatten": lambda x: x.unflatten(1, (2, 2)).mul(2).flatten(1, 2),
     "flatten batch into channels": lambda x: (2 * x.flatten(0, 1)[None]).view(x.shape),
@@ -104,9 +104,9 @@ ALONG = {
     "one hot": lambda x: x * F.one_hot(x.argmax(1), 4).permute(FIRST),
     "pad of channels": lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)),
     "pad of channels and columns": lambda x: F.pad(x, (2, 0, 0, 1, 1, 0), value=3.0),
-    "linear over channels last": lambda x: F.linear(x.permute(LAST), matrix(x)).permute(FIRST),
-    "matmul over channels last": lambda x: (x.permute(LAST) @ matrix(x).T).permute(FIRST),
-    "einsum of channels": lambda x: torch.einsum("nchw,kc->nkhw", x, matrix(x)),
+    "linear over channels last": lambda x: F.linear(x.permute(LAST), make_matrix(x)).permute(FIRST),
+    "matmul over channels last": lambda x: (x.permute(LAST) @ make_matrix(x).T).permute(FIRST),
+    "einsum of channels": lambda x: torch.einsum("nchw,kc->nkhw", x, make_matrix(x)),
     "einsum of two images": lambda x: torch.einsum("nchw,nchw->nhw", x, 2 * x),
     "einsum over space": lambda x: torch.einsum("nchw,nkhw->nck", x, 2 * x),
     "einsum over all": lambda x: torch.einsum("nchw,nchw->", x, 2 * x),
@@ -129,7 +129,7 @@ CLOSE = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*SHAPES, *ALONG])
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_channels_and_batch(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check({**SHAPES, **ALONG}[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
@@ -157,17 +157,17 @@ def test_several_values_that_are_broadcast(name: str, grid: Grid):
     check(lambda x: (y := BROADCAST[name](x)) + y.flip(3), whole_numbers(2, 4, 6, 8), grid)
 
 
-def largest(x: Tensor) -> Tensor:
+def find_largest_channel(x: Tensor) -> Tensor:
     """(N, 1, 1, 1): the channel with the largest sum."""
     return x.sum((2, 3), keepdim=True).argmax(1, keepdim=True)
 
 
 FIRST_PIXELS = {
-    "scatter of a number": lambda x: x.scatter(1, largest(x), 9.0),
-    "scatter of values": lambda x: x.scatter(1, largest(x), x.detach() * 2),
-    "scatter_add": lambda x: x.scatter_add(1, largest(x), x.detach() * 2),
+    "scatter of a number": lambda x: x.scatter(1, find_largest_channel(x), 9.0),
+    "scatter of values": lambda x: x.scatter(1, find_largest_channel(x), x.detach() * 2),
+    "scatter_add": lambda x: x.scatter_add(1, find_largest_channel(x), x.detach() * 2),
     "scatter by one row": lambda x: x.scatter(1, x[:, :, :1].argmax(1, keepdim=True), 9.0),
-    "gather": lambda x: x.gather(1, largest(x)).flatten(1),
+    "gather": lambda x: x.gather(1, find_largest_channel(x)).flatten(1),
     "gather of one row": lambda x: x.gather(1, x[:, :, :1].argmax(1, keepdim=True)).flatten(1),
 }
 
@@ -187,7 +187,7 @@ def test_an_index_of_the_first_pixels_of_a_large_image_is_refused():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLOSE)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_functions_of_channels(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(CLOSE[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
@@ -205,7 +205,7 @@ class Mixer(nn.Module):
 
 
 @trials(12)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_a_perceptron_on_each_pixel(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Mixer(), seed), whole_numbers(2, 4, *size_px, seed=seed), grid)
@@ -226,7 +226,7 @@ class Places(nn.Module):
 
 
 @trials(20)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_each_tile_takes_its_own_part_of_what_depends_on_the_place(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Places(*size_px), seed), whole_numbers(3, 2, *size_px, seed=seed), grid)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds
+from tests.spatial.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 EXTREMES = {
     "amax over space": lambda x: x.amax((2, 3)),
@@ -36,7 +36,7 @@ EXTREMES = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXTREMES)
 @trials(8)
-@given(case=images_on_grids(), high=st.sampled_from([0, 3, 1000]), seed=seeds)
+@given(case=generate_images_on_grids(), high=st.sampled_from([0, 3, 1000]), seed=seeds)
 def test_extremes(name: str, case: tuple[Grid, Pair], high: int, seed: int):
     """Bit-equal. Where many pixels are largest their gradient is shared, or goes to the first, as in one process."""
     grid, size_px = case
@@ -53,12 +53,12 @@ def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):
     image = whole_numbers(2, 2, 6, 8, low=0)
     low, more = (2**62, 1) if dtype is torch.int64 else (-128 * (dtype is torch.int8), 0)
 
-    def function(x: Tensor) -> Tensor:
+    def combine_extremes(x: Tensor) -> Tensor:
         whole = x.detach().long().add(low + more).to(dtype)
         least, most = whole.amin((2, 3)), whole.amax((2, 3))
         return x.sum((2, 3)) * (least.long() - low) + 5 * (most.long() - low)
 
-    check(function, image, grid)
+    check(combine_extremes, image, grid)
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
@@ -75,7 +75,7 @@ def _with_places(values: Tensor, places: Tensor) -> Tensor:
 
 
 @trials(40)
-@given(g=geometries(pool=True), ceil=st.booleans(), seed=seeds)
+@given(g=generate_geometries(pool=True), ceil=st.booleans(), seed=seeds)
 def test_max_pool_with_places(g: Geometry, ceil: bool, seed: int):
     """The first of equal pixels, by its number in the whole image."""
     settings = g.kernel, g.stride, g.padding, g.dilation, ceil
@@ -85,23 +85,25 @@ def test_max_pool_with_places(g: Geometry, ceil: bool, seed: int):
 
 
 @trials(30)
-@given(case=images_on_grids(), kernel=st.tuples(*[st.integers(1, 3)] * 2), apart=st.integers(-1, 1), seed=seeds)
+@given(
+    case=generate_images_on_grids(), kernel=st.tuples(*[st.integers(1, 3)] * 2), apart=st.integers(-1, 1), seed=seeds
+)
 def test_unpooling(case: tuple[Grid, Pair], kernel: Pair, apart: int, seed: int):
     """SegNet (arXiv:1511.00561); where windows overlap two outputs may have one place."""
     grid, size_px = case
     stride = tuple(max(1, size + apart) for size in kernel)
     assume(all(size >= reach for size, reach in zip(size_px, kernel, strict=True)))
 
-    def there_and_back(x: Tensor) -> Tensor:
+    def apply_unpooling(x: Tensor) -> Tensor:
         values, places = F.max_pool2d(x, kernel, stride, return_indices=True)
         return F.max_unpool2d(values, places, kernel, stride, output_size=x.shape[-2:]) * x
 
     image = whole_numbers(2, 2, *size_px, seed=seed)
-    check(there_and_back, image, grid)
+    check(apply_unpooling, image, grid)
 
 
 @trials(20)
-@given(case=images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
+@given(case=generate_images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_max_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     grid, size_px = case
     out_px = tuple(
@@ -114,7 +116,7 @@ def test_adaptive_max_pool(case: tuple[Grid, Pair], fraction: tuple[float, float
 
 
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_attention_by_average_and_maximum(case: tuple[Grid, Pair], seed: int):
     """CBAM's channel attention (Woo et al., 2018, arXiv:1807.06521): one perceptron judges both pools."""
 
@@ -153,7 +155,7 @@ NORMS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NORMS)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_norms_of_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(NORMS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
@@ -180,8 +182,8 @@ def test_a_norm_casts_before_it_reduces():
 def test_max_pools_of_whole_numbers(dtype: torch.dtype, grid: Grid):
     """Whole numbers have no infinity; a mask is dilated by a max pool."""
 
-    def function(x: Tensor) -> Tensor:
+    def combine_pools(x: Tensor) -> Tensor:
         mask = x.detach().clamp(0, 200).to(dtype)
         return x * F.max_pool2d(mask, 3, 1, 1) + F.max_pool2d(mask, 2, 2, ceil_mode=True).repeat_interleave(2, 2).amax()
 
-    check(function, whole_numbers(2, 2, 7, 9), grid)
+    check(combine_pools, whole_numbers(2, 2, 7, 9), grid)

@@ -14,35 +14,35 @@ from torch.nn import functional as F
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds
+from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def segmenter(seed: int) -> nn.Module:
+def make_segmenter(seed: int) -> nn.Module:
     return with_whole_weights(nn.Conv2d(2, 4, 3, padding=1), seed)
 
 
-def dice(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_dice(prediction: Tensor, labels: Tensor) -> Tensor:
     """Milletari et al., 2016 (arXiv:1606.04797), section 3, for each class."""
     share = prediction.softmax(1)
     overlap = (share * labels).sum((0, 2, 3))
     return 1 - ((2 * overlap + 1) / (share.sum((0, 2, 3)) + labels.sum((0, 2, 3)) + 1)).mean()
 
 
-def tversky(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_tversky(prediction: Tensor, labels: Tensor) -> Tensor:
     share = prediction.sigmoid()
     hit, miss, false = (share * labels).sum(), ((1 - share) * labels).sum(), (share * (1 - labels)).sum()
     return 1 - (hit + 1) / (hit + 0.3 * miss + 0.7 * false + 1)
 
 
-def focal(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_focal(prediction: Tensor, labels: Tensor) -> Tensor:
     """Lin et al., 2017 (arXiv:1708.02002), equation 5."""
     each = F.binary_cross_entropy_with_logits(prediction, labels, reduction="none")
     return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
-def total_variation(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_total_variation(prediction: Tensor, labels: Tensor) -> Tensor:
     """Neighbouring pixels should be alike: slices that reach into the next tile."""
     across, down = prediction[..., 1:] - prediction[..., :-1], prediction[..., 1:, :] - prediction[..., :-1, :]
     return F.mse_loss(prediction, labels) + across.abs().mean() + down.abs().mean()
@@ -64,10 +64,10 @@ LOSSES: dict[str, Loss] = {
     "bce with a weight of columns": lambda p, y: F.binary_cross_entropy_with_logits(
         p, y, weight=torch.arange(1.0, p.shape[-1] + 1, dtype=p.dtype, device=p.device)
     ),
-    "dice": dice,
-    "tversky": tversky,
-    "focal": focal,
-    "of several": lambda p, y: dice(p, y) + 0.5 * focal(p, y) + 1e-3 * p.square().mean(),
+    "dice": compute_dice,
+    "tversky": compute_tversky,
+    "focal": compute_focal,
+    "of several": lambda p, y: compute_dice(p, y) + 0.5 * compute_focal(p, y) + 1e-3 * p.square().mean(),
     "cosine": lambda p, y: 1 - F.cosine_similarity(p + 0.5, y + 0.5).mean(),
     "charbonnier": lambda p, y: ((p - y).square() + 1e-6).sqrt().mean(),
     "signal to noise": lambda p, y: 10 * torch.log10(F.mse_loss(p, y) + 1),
@@ -78,14 +78,14 @@ LOSSES: dict[str, Loss] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LOSSES)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_losses_of_two_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     labels, image = (
         whole_numbers(2, 4, *size_px, seed=seed + 1, low=0, high=1),
         whole_numbers(2, 2, *size_px, seed=seed),
     )
-    check(segmenter(seed), image, grid, labels=labels, loss=LOSSES[name], same=close)
+    check(make_segmenter(seed), image, grid, labels=labels, loss=LOSSES[name], same=close)
 
 
 BROADCAST: dict[str, Loss] = {
@@ -103,21 +103,21 @@ BROADCAST: dict[str, Loss] = {
 def test_means_of_losses_that_are_broadcast(name: str, grid: Grid):
     """They divide by the number of losses, whichever argument is the larger one."""
     labels, image = whole_numbers(2, 4, 6, 8, seed=1, low=0, high=1), whole_numbers(2, 2, 6, 8)
-    check(segmenter(0), image, grid, labels=labels, loss=BROADCAST[name], same=close)
+    check(make_segmenter(0), image, grid, labels=labels, loss=BROADCAST[name], same=close)
 
 
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_total_variation(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(size_px[0] > grid.rows and size_px[1] > grid.cols)
     labels, image = whole_numbers(2, 4, *size_px, seed=seed + 1), whole_numbers(2, 2, *size_px, seed=seed)
-    check(segmenter(seed), image, grid, labels=labels, loss=total_variation, same=close)
+    check(make_segmenter(seed), image, grid, labels=labels, loss=compute_total_variation, same=close)
 
 
 @trials(10)
 @given(
-    case=images_on_grids(),
+    case=generate_images_on_grids(),
     weighted=st.booleans(),
     reduction=st.sampled_from(["mean", "sum"]),
     seed=seeds,
@@ -129,15 +129,15 @@ def test_negative_log_likelihood(case: tuple[Grid, Pair], weighted: bool, reduct
     judge = nn.NLLLoss(weight, ignore_index=ignored, reduction=reduction)
     labels = whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
     assume((labels != ignored).any())
-    model, image = nn.Sequential(segmenter(seed), nn.LogSoftmax(1)), whole_numbers(2, 2, *size_px, seed=seed)
+    model, image = nn.Sequential(make_segmenter(seed), nn.LogSoftmax(1)), whole_numbers(2, 2, *size_px, seed=seed)
     check(model, image, grid, labels=labels, loss=judge, same=close)
 
 
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_dice_of_class_numbers(case: tuple[Grid, Pair], seed: int):
     """Labels (N, H, W), made one-hot on the tiles."""
     grid, size_px = case
     labels = whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
-    loss = lambda p, y: dice(p, F.one_hot(y, 4).permute(0, 3, 1, 2))  # noqa: E731
-    check(segmenter(seed), whole_numbers(2, 2, *size_px, seed=seed), grid, labels=labels, loss=loss, same=close)
+    loss = lambda p, y: compute_dice(p, F.one_hot(y, 4).permute(0, 3, 1, 2))  # noqa: E731
+    check(make_segmenter(seed), whole_numbers(2, 2, *size_px, seed=seed), grid, labels=labels, loss=loss, same=close)

@@ -22,7 +22,7 @@ def test_a_pointwise_convolution(stride: tuple[int, int], channels: int, groups:
     for _ in range(60):
         x = torch.randn(2, channels, 8, 31, dtype=dtype).to(memory_format=torch.channels_last)
         found, wanted = (
-            _gradients(convolve, x, weight)
+            _compute_gradients(convolve, x, weight)
             for convolve in (
                 lambda x, w: get_kernel("aten.conv2d.default")(x, w, None, list(stride), [0, 0], [1, 1], groups),
                 lambda x, w: functional.conv2d(x.contiguous(), w.contiguous(), None, stride, groups=groups),
@@ -32,7 +32,7 @@ def test_a_pointwise_convolution(stride: tuple[int, int], channels: int, groups:
             torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
 
 
-def _gradients(convolve, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _compute_gradients(convolve, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
     made = convolve(x, weight)
     return made.detach(), *torch.autograd.grad(made.square().sum(), (x, weight))
@@ -49,8 +49,8 @@ def test_one_thread_leaves_a_large_pointwise_convolution_to_onednn(side_px: int,
     try:
         x, weight = torch.randn(1, 16, side_px, side_px), torch.randn(8, 16, 1, 1)
         with profile(acc_events=True) as seen:
-            found = _gradients(get_kernel("aten.conv2d.default"), x, weight)
-        wanted = _gradients(functional.conv2d, x.double(), weight.double())
+            found = _compute_gradients(get_kernel("aten.conv2d.default"), x, weight)
+        wanted = _compute_gradients(functional.conv2d, x.double(), weight.double())
     finally:
         torch.set_num_threads(before)
     assert any(library in event.key for event in seen.key_averages())

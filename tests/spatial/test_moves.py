@@ -23,24 +23,24 @@ Case = tuple[tuple[int, int], Tiles, Tiles]
 
 
 @st.composite
-def rectangles(draw: st.DrawFn, size_px: tuple[int, int]) -> Tile:
+def generate_rectangles(draw: st.DrawFn, size_px: tuple[int, int]) -> Tile:
     """Any rectangle, which may be empty, reach beyond the image or lie wholly outside."""
     starts = [draw(st.integers(-3, size + 2)) for size in size_px]
     return Tile(*(Span(start, start + draw(st.integers(0, 9))) for start in starts))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def generate_cases(draw: st.DrawFn) -> Case:
     """An image's size, what each rank owns (a grid over some of the ranks) and what each rank wants."""
     grid = Grid(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     size_px = draw(st.integers(grid.rows, 9)), draw(st.integers(grid.cols, 9))
     ranks = draw(st.permutations(range(grid.tiles + draw(st.integers(0, 2)))))
     owned = dict(zip(ranks, grid.cut(*size_px), strict=False))
     wants = draw(st.lists(st.sampled_from(ranks), unique=True))
-    return size_px, owned, {rank: draw(rectangles(size_px)) for rank in wants}
+    return size_px, owned, {rank: draw(generate_rectangles(size_px)) for rank in wants}
 
 
-def pixels(tile: Tile) -> set[tuple[int, int]]:
+def list_pixels(tile: Tile) -> set[tuple[int, int]]:
     return set(product(range(tile.rows.start, tile.rows.stop), range(tile.cols.start, tile.cols.stop)))
 
 
@@ -51,21 +51,24 @@ def is_wider_than_a_neighbour(case: Case) -> bool:
     return any(len({m.tile.cols for m in got if m.target == rank}) > 2 for rank in wanted)
 
 
-@given(case=cases())
+@given(case=generate_cases())
 def test_every_wanted_pixel_arrives_once_from_its_owner(case: Case):
     (height_px, width_px), owned, wanted = case
-    owner = {pixel: rank for rank, tile in owned.items() for pixel in pixels(tile)}
-    assert owner.keys() == pixels(Tile.whole(height_px, width_px))
+    owner = {pixel: rank for rank, tile in owned.items() for pixel in list_pixels(tile)}
+    assert owner.keys() == list_pixels(Tile.whole(height_px, width_px))
     painted = [
-        (move.target, pixel, move.source) for move in compute_moves(owned, wanted) for pixel in pixels(move.tile)
+        (move.target, pixel, move.source) for move in compute_moves(owned, wanted) for pixel in list_pixels(move.tile)
     ]
     expected = [
-        (target, pixel, owner[pixel]) for target, want in wanted.items() for pixel in pixels(want) if pixel in owner
+        (target, pixel, owner[pixel])
+        for target, want in wanted.items()
+        for pixel in list_pixels(want)
+        if pixel in owner
     ]
     assert sorted(painted) == sorted(expected)
 
 
-@given(case=cases())
+@given(case=generate_cases())
 def test_no_move_is_empty_and_own_pixels_are_among_them(case: Case):
     _, owned, wanted = case
     found = compute_moves(owned, wanted)
@@ -76,7 +79,7 @@ def test_no_move_is_empty_and_own_pixels_are_among_them(case: Case):
 
 
 def test_the_search_space_holds_halos_wider_than_a_neighbour():
-    assert is_wider_than_a_neighbour(find(cases(), is_wider_than_a_neighbour))
+    assert is_wider_than_a_neighbour(find(generate_cases(), is_wider_than_a_neighbour))
 
 
 def test_the_gather_of_four_tiles_is_four_moves():
@@ -119,7 +122,7 @@ class FarMemory(LoopbackWorld):
         return False
 
 
-def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tensor | None, ...]:
+def exchange_both_ways(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tensor | None, ...]:
     """x, Fx, y and F*y of one rank; None where the rank has none."""
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
     x = None if step.own is None else whole_numbers(2, 1, *step.own.shape, seed=world.rank)
@@ -132,30 +135,30 @@ def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tenso
 
 
 @st.composite
-def reachable(draw: st.DrawFn) -> Case:
+def generate_reachable_cases(draw: st.DrawFn) -> Case:
     """Windows with at least one pixel of the image: no other is ever exchanged."""
-    size_px, owned, wanted = draw(cases())
+    size_px, owned, wanted = draw(generate_cases())
     return size_px, owned, {rank: tile for rank, tile in wanted.items() if tile & Tile.whole(*size_px)}
 
 
 @settings(max_examples=150)
-@given(case=reachable())
+@given(case=generate_reachable_cases())
 def test_the_way_back_is_the_adjoint(case: Case):
     """<Fx, y> = <x, F*y> over all ranks, exactly: these are whole numbers."""
     _, owned, wanted = case
     ranks = 1 + max((*owned, *wanted))
-    runs = run_ranks(ranks, lambda world: there_and_back(world, case, fill=0.0))
+    runs = run_ranks(ranks, lambda world: exchange_both_ways(world, case, fill=0.0))
     forward = sum((fx * y).sum().item() for _, fx, y, _ in runs if fx is not None)
     backward = sum((x * grad).sum().item() for x, _, _, grad in runs if x is not None)
     assert forward == backward
 
 
 @settings(max_examples=150)
-@given(case=reachable(), fill=st.sampled_from([0.0, -7.0, float("-inf")]), far=st.booleans())
+@given(case=generate_reachable_cases(), fill=st.sampled_from([0.0, -7.0, float("-inf")]), far=st.booleans())
 def test_a_window_holds_the_whole_images_pixels_and_the_fill(case: Case, fill: float, far: bool):
     (height_px, width_px), owned, wanted = case
     ranks = 1 + max((*owned, *wanted))
-    runs = run_ranks(ranks, lambda world: there_and_back(FarMemory(world) if far else world, case, fill))
+    runs = run_ranks(ranks, lambda world: exchange_both_ways(FarMemory(world) if far else world, case, fill))
     whole = torch.zeros(2, 1, height_px, width_px).double()
     home = torch.zeros_like(whole)
     for rank, tile in owned.items():

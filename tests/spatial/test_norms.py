@@ -18,45 +18,45 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.kernels import get_kernel
 from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds
+from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
-def varied(image: Tensor) -> bool:
+def is_varied(image: Tensor) -> bool:
     """Whether no channel of an image is all one value, of which a norm has no gradient but noise."""
     return all(len(set(channel.flatten().tolist())) > 1 for channel in image.flatten(0, 1))
 
 
 @pytest.mark.nightly
 @trials(20)
-@given(case=images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
+@given(case=generate_images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
 def test_instance_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
     """Also its running statistics, which are means over the images of a batch."""
     grid, size_px = case
     norm = nn.InstanceNorm2d(3, affine=affine, track_running_stats=tracked, momentum=0.3)
     image = whole_numbers(2, 3, *size_px, seed=seed)
-    assume(varied(image))
+    assume(is_varied(image))
     check(with_whole_weights(norm, seed).train(training), image, grid, same=close)
 
 
 @trials(15)
-@given(case=images_on_grids(), groups=st.sampled_from([1, 2, 4]), affine=st.booleans(), seed=seeds)
+@given(case=generate_images_on_grids(), groups=st.sampled_from([1, 2, 4]), affine=st.booleans(), seed=seeds)
 def test_group_norm(case: tuple[Grid, Pair], groups: int, affine: bool, seed: int):
     grid, size_px = case
     image = whole_numbers(2, 4, *size_px, seed=seed)
-    assume(varied(image))
+    assume(is_varied(image))
     check(with_whole_weights(nn.GroupNorm(groups, 4, affine=affine), seed), image, grid, same=close)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @trials(10)
-@given(case=images_on_grids(), with_channels=st.booleans(), affine=st.booleans(), seed=seeds)
+@given(case=generate_images_on_grids(), with_channels=st.booleans(), affine=st.booleans(), seed=seeds)
 def test_norm_over_space(norm: type[nn.Module], case: tuple[Grid, Pair], with_channels: bool, affine: bool, seed: int):
     """Its weight has pixels: each tile takes its own."""
     grid, size_px = case
     image = whole_numbers(2, 3, *size_px, seed=seed)
-    assume(varied(image))
+    assume(is_varied(image))
     shape = (3, *size_px) if with_channels else size_px
     check(with_whole_weights(norm(shape, elementwise_affine=affine), seed), image, grid, same=close)
 
@@ -74,7 +74,7 @@ class OverChannels(nn.Module):
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_norm_over_channels(norm: type[nn.Module], case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(OverChannels(norm(4)), seed), whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
@@ -107,11 +107,11 @@ SPREADS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPREADS)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     image = whole_numbers(2, 4, *size_px, seed=seed)
-    assume(varied(image) and image[0, 0].numel() > 2)  # a correction of 2 leaves nothing of two pixels
+    assume(is_varied(image) and image[0, 0].numel() > 2)  # a correction of 2 leaves nothing of two pixels
     check(SPREADS[name], image, grid, same=close)
 
 
@@ -196,11 +196,11 @@ def test_batch_norm_backward_passes_what_cuda_kernels_require():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rms_norm_of_small_numbers_adds_the_eps_of_the_type_in_which_it_computes(dtype: torch.dtype):
-    def function(x: Tensor) -> Tensor:
+    def normalise_small_numbers(x: Tensor) -> Tensor:
         return F.rms_norm((x * 2**-6).to(dtype), tuple(x.shape[1:])).float()
 
     image = whole_numbers(2, 2, 6, 8).float()
-    check(function, image, Grid(2, 2), same=lambda a, b: torch.allclose(a, b, rtol=0.02, atol=0.01))
+    check(normalise_small_numbers, image, Grid(2, 2), same=lambda a, b: torch.allclose(a, b, rtol=0.02, atol=0.01))
 
 
 class PassingStatistics(nn.Module):

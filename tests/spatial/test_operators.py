@@ -16,13 +16,13 @@ from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images_on_grids, seeds
+from tests.spatial.drawn import Calls, Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 # ---- the space that is searched
 
 
 def test_the_search_space_holds_tiles_thinner_than_their_halo():
-    thin = find(geometries(), lambda g: g.has_tile_thinner_than_its_halo and g.grid.rows > 1 < g.grid.cols)
+    thin = find(generate_geometries(), lambda g: g.has_tile_thinner_than_its_halo and g.grid.rows > 1 < g.grid.cols)
     check(
         nn.Conv2d(1, 1, thin.kernel, thin.stride, thin.padding, thin.dilation).double(),
         whole_numbers(1, 1, *thin.image_px),
@@ -45,7 +45,7 @@ def test_the_search_space_holds_tiles_thinner_than_their_halo():
     ids=["1xN", "Nx1", "2x3 uneven", "even kernel", "padding wider than a tile", "pixels nobody reads"],
 )
 def test_the_search_space_holds(wish: Callable[[Geometry], bool]):
-    assert wish(find(geometries(), wish, settings=settings(max_examples=20_000)))
+    assert wish(find(generate_geometries(), wish, settings=settings(max_examples=20_000)))
 
 
 # ---- convolutions
@@ -59,7 +59,7 @@ ROWS_NOBODY_WRITES = Geometry(Grid(2, 1), (3, 1), (3, 1), (1, 1), (3, 1), (2, 0)
 
 @pytest.mark.nightly
 @trials(70)
-@given(g=geometries(), groups=st.integers(1, 3), wide=st.integers(1, 2), bias=st.booleans(), seed=seeds)
+@given(g=generate_geometries(), groups=st.integers(1, 3), wide=st.integers(1, 2), bias=st.booleans(), seed=seeds)
 @example(g=PADDING_ALONE, groups=1, wide=1, bias=False, seed=0)
 def test_convolution(g: Geometry, groups: int, wide: int, bias: bool, seed: int):
     conv = nn.Conv2d(groups * wide, groups, g.kernel, g.stride, g.padding, g.dilation, groups, bias)
@@ -68,7 +68,7 @@ def test_convolution(g: Geometry, groups: int, wide: int, bias: bool, seed: int)
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @trials(30)
-@given(g=geometries(strided=False), padding=st.sampled_from(["same", "valid"]), seed=seeds)
+@given(g=generate_geometries(strided=False), padding=st.sampled_from(["same", "valid"]), seed=seeds)
 def test_convolution_whose_padding_is_a_word(g: Geometry, padding: str, seed: int):
     assume(padding == "same" or g.padding == (0, 0))
     conv = nn.Conv2d(2, 2, g.kernel, padding=padding, dilation=g.dilation)
@@ -78,7 +78,11 @@ def test_convolution_whose_padding_is_a_word(g: Geometry, padding: str, seed: in
 @pytest.mark.nightly
 @trials(70)
 @given(
-    g=geometries(), groups=st.integers(1, 2), bias=st.booleans(), wish=st.tuples(*[st.integers(0, 2)] * 2), seed=seeds
+    g=generate_geometries(),
+    groups=st.integers(1, 2),
+    bias=st.booleans(),
+    wish=st.tuples(*[st.integers(0, 2)] * 2),
+    seed=seeds,
 )
 @example(g=ROWS_NOBODY_WRITES, groups=1, bias=True, wish=(0, 0), seed=0)
 def test_transposed_convolution(g: Geometry, groups: int, bias: bool, wish: Pair, seed: int):
@@ -116,7 +120,7 @@ class Standardised(nn.Module):
 
 
 @trials(12)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_convolution_by_a_computed_weight(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Standardised(), seed), whole_numbers(1, 2, *size_px, seed=seed), grid)
@@ -126,7 +130,7 @@ def test_convolution_by_a_computed_weight(case: tuple[Grid, Pair], seed: int):
 
 
 @trials(60)
-@given(g=geometries(pool=True), ceil=st.booleans(), high=st.sampled_from([-1, 9]), seed=seeds)
+@given(g=generate_geometries(pool=True), ceil=st.booleans(), high=st.sampled_from([-1, 9]), seed=seeds)
 def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
     """Also over images that are negative everywhere, where a border of zeros would win."""
     pool = nn.MaxPool2d(g.kernel, g.stride, g.padding, g.dilation, ceil_mode=ceil)
@@ -137,7 +141,7 @@ def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
 
 @trials(60)
 @given(
-    g=geometries(pool=True, dilated=False),
+    g=generate_geometries(pool=True, dilated=False),
     ceil=st.booleans(),
     counted=st.booleans(),
     divisor=st.sampled_from([None, 1, 4]),
@@ -159,7 +163,7 @@ def test_average_pool_of_half_precision_rounds_once():
 
 
 @trials(30)
-@given(case=images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
+@given(case=generate_images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     """Bit-equal: cells have 1 to 6 rows and columns, and pixels and gradients are multiples of 3600."""
     grid, size_px = case
@@ -173,7 +177,7 @@ def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, f
 
 
 @trials(15)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_global_average_pool_and_a_classifier(case: tuple[Grid, Pair], seed: int):
     """Weights behind the pool are shared by all tiles: their gradients are counted once."""
     grid, size_px = case
@@ -190,7 +194,7 @@ def test_global_average_pool_and_a_classifier(case: tuple[Grid, Pair], seed: int
 
 @pytest.mark.nightly
 @trials(60)
-@given(case=images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds)
+@given(case=generate_images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds)
 @example(case=(Grid(3, 1), (3, 1)), pads=(0, 0, 0, 3), value=2, seed=0)
 def test_constant_pad(case: tuple[Grid, Pair], pads: tuple[int, int, int, int], value: int, seed: int):
     """A tile of outputs may lie wholly in the border; a negative pad cuts off."""
@@ -202,7 +206,7 @@ def test_constant_pad(case: tuple[Grid, Pair], pads: tuple[int, int, int, int], 
 
 
 @trials(10)
-@given(case=images_on_grids(), pads=st.tuples(*[st.integers(0, 3)] * 2), seed=seeds)
+@given(case=generate_images_on_grids(), pads=st.tuples(*[st.integers(0, 3)] * 2), seed=seeds)
 def test_pad_of_one_axis(case: tuple[Grid, Pair], pads: Pair, seed: int):
     grid, size_px = case
     check(lambda x: F.pad(x, pads), whole_numbers(1, 1, *size_px, seed=seed), grid)
@@ -214,7 +218,7 @@ slices = st.builds(
 
 
 @trials(70)
-@given(case=images_on_grids(), rows=slices, cols=slices, channels=slices, seed=seeds)
+@given(case=generate_images_on_grids(), rows=slices, cols=slices, channels=slices, seed=seeds)
 def test_slice(case: tuple[Grid, Pair], rows: slice, cols: slice, channels: slice, seed: int):
     grid, size_px = case
     image = whole_numbers(1, 3, *size_px, seed=seed)
@@ -247,7 +251,7 @@ CHANNELWISE = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHANNELWISE)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_channels(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(CHANNELWISE[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
@@ -291,21 +295,21 @@ POINTWISE = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POINTWISE)
 @trials(4)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_pointwise(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(POINTWISE[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
 @trials(15)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_parameters_and_buffers_for_each_channel(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Affine(3), seed), whole_numbers(2, 3, *size_px, seed=seed), grid)
 
 
 @trials(8)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_prelu(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(nn.PReLU(3), seed), whole_numbers(2, 3, *size_px, seed=seed), grid)
@@ -332,7 +336,7 @@ REDUCTIONS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_sums_over_space(name: str, case: tuple[Grid, Pair], seed: int):
     """Bit-equal: pixels and gradients are multiples of what a mean divides by."""
     grid, size_px = case
@@ -353,7 +357,7 @@ class SqueezeAndExcite(nn.Module):
 
 
 @trials(12)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_squeeze_and_excite(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(SqueezeAndExcite(), seed), whole_numbers(2, 2, *size_px, seed=seed), grid)
@@ -364,13 +368,13 @@ def test_squeeze_and_excite(case: tuple[Grid, Pair], seed: int):
 
 @pytest.mark.parametrize("softmax", [torch.softmax, torch.log_softmax])
 @trials(8)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_softmax_over_channels(softmax: Callable[..., Tensor], case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(lambda x: softmax(x, 1), whole_numbers(2, 3, *size_px, seed=seed), grid, same=close)
 
 
-def segmenter(seed: int) -> nn.Module:
+def make_segmenter(seed: int) -> nn.Module:
     return with_whole_weights(nn.Conv2d(2, 4, 3, padding=1), seed)
 
 
@@ -387,7 +391,7 @@ class Judge(nn.Module):
 
 @trials(30)
 @given(
-    case=images_on_grids(),
+    case=generate_images_on_grids(),
     weighted=st.booleans(),
     ignored=st.sampled_from([-100, 2]),
     seed=seeds,
@@ -404,41 +408,41 @@ def test_cross_entropy(
     labels = whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
     assume((labels != ignored).any())
     image = whole_numbers(2, 2, *size_px, seed=seed)
-    check(segmenter(seed), image, grid, labels=labels, loss=Judge(judge), same=close)
+    check(make_segmenter(seed), image, grid, labels=labels, loss=Judge(judge), same=close)
 
 
 @trials(12)
-@given(case=images_on_grids(), reduction=st.sampled_from(["mean", "sum"]), weighted=st.booleans(), seed=seeds)
+@given(case=generate_images_on_grids(), reduction=st.sampled_from(["mean", "sum"]), weighted=st.booleans(), seed=seeds)
 def test_cross_entropy_with_probabilities(case: tuple[Grid, Pair], reduction: str, weighted: bool, seed: int):
     grid, size_px = case
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double() if weighted else None
     labels = whole_numbers(2, 4, *size_px, seed=seed).softmax(1)
     judge, image = nn.CrossEntropyLoss(weight, reduction=reduction), whole_numbers(2, 2, *size_px, seed=seed)
-    check(segmenter(seed), image, grid, labels=labels, loss=judge, same=close)
+    check(make_segmenter(seed), image, grid, labels=labels, loss=judge, same=close)
 
 
 @pytest.mark.parametrize("judge", [nn.MSELoss, nn.L1Loss])
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_sums_of_pixel_losses_are_bit_equal(judge: type[nn.Module], case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     labels, image = whole_numbers(2, 4, *size_px, seed=seed + 1), whole_numbers(2, 2, *size_px, seed=seed)
-    check(segmenter(seed), image, grid, labels=labels, loss=judge(reduction="sum"))
+    check(make_segmenter(seed), image, grid, labels=labels, loss=judge(reduction="sum"))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("judge", [nn.MSELoss, nn.L1Loss, nn.BCEWithLogitsLoss])
 @trials(8)
-@given(case=images_on_grids(), reduction=st.sampled_from(["mean", "sum", "none"]), seed=seeds)
+@given(case=generate_images_on_grids(), reduction=st.sampled_from(["mean", "sum", "none"]), seed=seeds)
 def test_pixel_losses(judge: type[nn.Module], case: tuple[Grid, Pair], reduction: str, seed: int):
     grid, size_px = case
     labels = whole_numbers(2, 4, *size_px, seed=seed + 1, low=0, high=1)
     loss, image = Judge(judge(reduction=reduction)), whole_numbers(2, 2, *size_px, seed=seed)
-    check(segmenter(seed), image, grid, labels=labels, loss=loss, same=close)
+    check(make_segmenter(seed), image, grid, labels=labels, loss=loss, same=close)
 
 
 @trials(25)
-@given(case=images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
+@given(case=generate_images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
 def test_batch_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
     """Also its running statistics, after the update."""
     grid, size_px = case
@@ -489,7 +493,7 @@ class Chain(nn.Module):
         return x
 
 
-def fits(model: nn.Module, size_px: Pair, grid: Grid) -> bool:
+def has_fitting_sizes(model: nn.Module, size_px: Pair, grid: Grid) -> bool:
     """Whether every value between the blocks has a pixel for each tile, and is small enough for a test."""
     x = torch.zeros(1, 2, *size_px).double()
     for block in model.blocks:
@@ -503,19 +507,19 @@ chains = st.lists(st.sampled_from(sorted(BLOCKS)), min_size=2, max_size=6)
 
 
 @trials(60)
-@given(case=images_on_grids(), names=chains, fork=st.booleans(), fused=st.integers(0, 4), seed=seeds)
+@given(case=generate_images_on_grids(), names=chains, fork=st.booleans(), fused=st.integers(0, 4), seed=seeds)
 def test_chains(case: tuple[Grid, Pair], names: list[str], fork: bool, fused: int, seed: int):
     """Whether each fetches its own halo or several share one."""
     grid, size_px = case
     model = with_whole_weights(Chain(names, fork), seed)
-    assume(fits(model, size_px, grid))
+    assume(has_fitting_sizes(model, size_px, grid))
     check(model, whole_numbers(1, 2, *size_px, seed=seed), grid, fused=fused)
 
 
 @pytest.mark.nightly
 @trials(20)
 @given(
-    first=images_on_grids(),
+    first=generate_images_on_grids(),
     second=st.sampled_from(["1x1", "1x2", "2x1", "2x2", "3x1"]),
     names=chains,
     spatial=st.integers(1, 3),
@@ -530,7 +534,7 @@ def test_stages_with_other_grids(
     names = ["conv 3", *names, "conv 3", "grouped"]
     model = with_whole_weights(Chain(names, fork), seed)
     rows, cols = (max(axis) for axis in zip((grid.rows, grid.cols), map(int, second.split("x")), strict=True))
-    assume(fits(model, size_px, Grid(rows, cols)) and rows <= size_px[0] and cols <= size_px[1])
+    assume(has_fitting_sizes(model, size_px, Grid(rows, cols)) and rows <= size_px[0] and cols <= size_px[1])
     grids = (str(grid), second, second)[:spatial]
     plan = Plan(split_size=3, spatial_size=spatial, slice_method=grids, precision="float64")
     assert_exact(model, whole_numbers(1, 2, *size_px, seed=seed), plan)
@@ -571,7 +575,7 @@ class Two(nn.Module):
         return self
 
 
-def window_of_a_detached(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+def apply_detached_window(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
     """No gradient flows back through the exchange of the detached value."""
     return a(x) * F.max_pool2d(a(x).detach(), 3, 1, 1)
 
@@ -580,7 +584,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
     "one weight read by two windows": lambda: Two(lambda a, b, x: a(x) + a(x * 2)),
     "a frozen convolution before": lambda: Two(lambda a, b, x: b(a(x))).freeze("a"),
     "a frozen convolution behind": lambda: Two(lambda a, b, x: b(a(x))).freeze("b"),
-    "window of a detached value": lambda: Two(window_of_a_detached),
+    "window of a detached value": lambda: Two(apply_detached_window),
     "a tensor that forward makes": lambda: Two(lambda a, b, x: a(x) * torch.arange(2.0, dtype=x.dtype)[:, None, None]),
     "sum of a detached value": lambda: Two(lambda a, b, x: a(x) * a(x).detach().sum((2, 3), keepdim=True)),
     "weights that no gradient reaches": lambda: Two(lambda a, b, x: a(x) + b(x).detach()[..., :-1, :-1]),

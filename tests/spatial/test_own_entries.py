@@ -32,23 +32,23 @@ def blur() -> torch.library.CustomOpDef:
     """(N, C, H, W) -> the mean over 3 x 3 pixels, zeros outside: an operator that PyTorch does not know."""
 
     @torch.library.custom_op("cell::blur", mutates_args=())
-    def blur(x: Tensor) -> Tensor:
+    def compute_blur(x: Tensor) -> Tensor:
         return nn.functional.avg_pool2d(x, 3, 1, 1)
 
-    blur.register_fake(torch.empty_like)
-    blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
-    return blur
+    compute_blur.register_fake(torch.empty_like)
+    compute_blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
+    return compute_blur
 
 
 def add_blur() -> None:
     """As a cell would."""
 
     @register_kernel("cell.blur.default")
-    def blurred(window: Tensor, padding: int = 1) -> Tensor:
+    def compute_tile_blur(window: Tensor, padding: int = 1) -> Tensor:
         return torch.nn.functional.avg_pool2d(window, 3, 1, padding)
 
     @register_rule("cell.blur.default", images=("x",))
-    def blur_on_tiles(b, node):
+    def add_blur_op(b, node):
         rule = SlidingWindow(kernel=3, padding=1)
         window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
         b.add_local_op(node.name, "cell.blur.default", b.pad_window(window), 0, like=node.spec, axes=(-2, -1))
@@ -98,19 +98,19 @@ def test_ranks_get_them_by_value(backend: str):
     """Over MPI the ranks are other processes, which know neither the operator nor its entry: all is made in here."""
 
     @torch.library.custom_op(f"cell::blur_{backend}", mutates_args=())
-    def blur(x: Tensor) -> Tensor:
+    def compute_blur(x: Tensor) -> Tensor:
         return nn.functional.avg_pool2d(x, 3, 1, 1)
 
-    blur.register_fake(torch.empty_like)
-    blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
+    compute_blur.register_fake(torch.empty_like)
+    compute_blur.register_autograd(lambda ctx, grad: nn.functional.avg_pool2d(grad, 3, 1, 1))
     name = f"cell.blur_{backend}.default"
 
     @register_kernel(name)
-    def blurred(window, padding=1):
+    def compute_tile_blur(window, padding=1):
         return torch.nn.functional.avg_pool2d(window, 3, 1, padding)
 
     @register_rule(name)
-    def blur_on_tiles(b, node):
+    def add_blur_op(b, node):
         rule = SlidingWindow(kernel=3, padding=1)
         window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
         b.add_local_op(node.name, name, b.pad_window(window), 0, like=node.spec, axes=(-2, -1))
@@ -121,7 +121,7 @@ def test_ranks_get_them_by_value(backend: str):
             self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
 
         def forward(self, x):
-            return blur(self.head(torch.relu(blur(self.stem(x)))))
+            return compute_blur(self.head(torch.relu(compute_blur(self.stem(x)))))
 
     with Cluster(2, backend=backend) as cluster:
         for plan in (Plan(split_size=1, slice_method="2x1"), Plan(split_size=2, num_spatial_parts=1)):

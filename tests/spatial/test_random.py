@@ -22,12 +22,12 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds
+from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 CPU = torch.device("cpu")
 
 
-def kept(x: Tensor) -> Tensor:
+def drop_paths(x: Tensor) -> Tensor:
     """Stochastic depth (Huang et al., 2016, arXiv:1603.09382) as timm writes it."""
     return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5).div_(0.5)
 
@@ -43,7 +43,7 @@ DRAWS = {
     "one dropout behind another": lambda x: F.dropout(F.dropout(x, 0.5), 0.5),
     "dropout twice": lambda x: F.dropout(x, 0.5) - F.dropout(x, 0.5),
     "switched off and on": lambda x: F.dropout(x, 0.5, training=False) + F.dropout(x, 0.5),
-    "stochastic depth": kept,
+    "stochastic depth": drop_paths,
     "stochastic depth by rand": lambda x: x * (torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype) + 0.5).floor(),
     "a mask for every pixel": lambda x: x * (torch.rand_like(x) > 0.5),
     "a mask for all images": lambda x: x * (torch.rand(x.shape[1:], dtype=x.dtype) > 0.5),
@@ -71,7 +71,7 @@ FLOATS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAWS)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_draws(name: str, case: tuple[Grid, Pair], seed: int):
     """Bit for bit those of one process, forward and backward."""
     grid, size_px = case
@@ -81,7 +81,7 @@ def test_draws(name: str, case: tuple[Grid, Pair], seed: int):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FLOATS)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_draws_of_fractions(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(FLOATS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
@@ -107,7 +107,7 @@ def test_verify_draws_what_the_ranks_draw(plan: Plan):
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
-            x = x + kept(F.dropout2d(self.body(x.relu()), 0.2))
+            x = x + drop_paths(F.dropout2d(self.body(x.relu()), 0.2))
             return self.head(self.drop(x.mean((2, 3))))
 
     with Cluster(4, backend="loopback") as cluster:
@@ -119,7 +119,7 @@ def test_another_step_draws_another_mask():
     ones = torch.ones(2, 3, 16, 16).double()
     start = ready(nn.Sequential(nn.Dropout(0.5)), ones, ones, tiled("1x1"))
 
-    def two_masks(world: LoopbackWorld) -> list[Tensor]:
+    def draw_two_masks(world: LoopbackWorld) -> list[Tensor]:
         worker, made = finish(start(world)), []
         for _ in range(2):
             made.append(worker.peek(worker.program.get_direction_program(0).prediction).clone())
@@ -127,7 +127,7 @@ def test_another_step_draws_another_mask():
             finish(worker)
         return made
 
-    (first, second), *_ = run_ranks(1, two_masks)
+    (first, second), *_ = run_ranks(1, draw_two_masks)
     assert 0.4 < (first != second).double().mean() < 0.6
 
 

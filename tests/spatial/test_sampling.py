@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Pair, check, images_on_grids, seeds
+from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 SMOOTH = [
     {"mode": "bilinear"},
@@ -27,7 +27,7 @@ SMOOTH = [
 
 
 @trials(25)
-@given(case=images_on_grids(), scale=st.tuples(*[st.integers(1, 4)] * 2), seed=seeds)
+@given(case=generate_images_on_grids(), scale=st.tuples(*[st.integers(1, 4)] * 2), seed=seeds)
 def test_nearest_by_whole_numbers(case: tuple[Grid, Pair], scale: Pair, seed: int):
     grid, size_px = case
     check(nn.Upsample(scale_factor=scale), whole_numbers(2, 2, *size_px, seed=seed), grid)
@@ -35,7 +35,7 @@ def test_nearest_by_whole_numbers(case: tuple[Grid, Pair], scale: Pair, seed: in
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 @trials(20)
-@given(case=images_on_grids(), scale=st.tuples(*[st.floats(0.5, 3.5)] * 2), seed=seeds, sized=st.booleans())
+@given(case=generate_images_on_grids(), scale=st.tuples(*[st.floats(0.5, 3.5)] * 2), seed=seeds, sized=st.booleans())
 def test_nearest_by_fractions(mode: str, case: tuple[Grid, Pair], scale: tuple[float, float], seed: int, sized: bool):
     grid, size_px = case
     out_px = tuple(math.floor(size * factor) for size, factor in zip(size_px, scale, strict=True))
@@ -62,7 +62,7 @@ def test_nearest_is_refused_where_the_gradient_is_that_of_other_pixels():
 
 @pytest.mark.nightly
 @trials(20)
-@given(case=images_on_grids(), scale=st.tuples(*[st.sampled_from([1, 2, 4])] * 2), seed=seeds)
+@given(case=generate_images_on_grids(), scale=st.tuples(*[st.sampled_from([1, 2, 4])] * 2), seed=seeds)
 def test_bilinear_by_powers_of_two_is_bit_equal(case: tuple[Grid, Pair], scale: Pair, seed: int):
     """Its weights are eighths."""
     grid, size_px = case
@@ -73,7 +73,7 @@ def test_bilinear_by_powers_of_two_is_bit_equal(case: tuple[Grid, Pair], scale: 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", SMOOTH, ids=lambda how: " ".join(map(str, how.values())))
 @trials(15)
-@given(case=images_on_grids(), scale=st.tuples(*[st.floats(0.3, 3.5)] * 2), seed=seeds, sized=st.booleans())
+@given(case=generate_images_on_grids(), scale=st.tuples(*[st.floats(0.3, 3.5)] * 2), seed=seeds, sized=st.booleans())
 def test_smooth_upsampling(how: dict, case: tuple[Grid, Pair], scale: tuple[float, float], seed: int, sized: bool):
     grid, size_px = case
     out_px = tuple(math.floor(size * factor) for size, factor in zip(size_px, scale, strict=True))
@@ -86,7 +86,7 @@ def test_smooth_upsampling(how: dict, case: tuple[Grid, Pair], scale: tuple[floa
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @trials(8)
-@given(case=images_on_grids(), out_px=st.tuples(*[st.integers(1, 12)] * 2), seed=seeds)
+@given(case=generate_images_on_grids(), out_px=st.tuples(*[st.integers(1, 12)] * 2), seed=seeds)
 def test_smooth_shrinking(mode: str, case: tuple[Grid, Pair], out_px: Pair, seed: int):
     """With antialiasing an output reads the further the more the image shrinks."""
     grid, size_px = case
@@ -106,7 +106,7 @@ def test_antialiasing_to_one_column_is_refused():
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 @trials(20)
-@given(case=images_on_grids(), pads=st.tuples(*[st.integers(0, 5)] * 4), seed=seeds)
+@given(case=generate_images_on_grids(), pads=st.tuples(*[st.integers(0, 5)] * 4), seed=seeds)
 @example(case=(Grid(3, 3), (4, 4)), pads=(3, 3, 3, 3), seed=0)
 def test_pads_that_copy(mode: str, case: tuple[Grid, Pair], pads: tuple[int, int, int, int], seed: int):
     """The border may be wider than a tile, and read what lies at the other end of the image."""
@@ -119,7 +119,7 @@ def test_pads_that_copy(mode: str, case: tuple[Grid, Pair], pads: tuple[int, int
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 @trials(6)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_convolution_with_a_padding_mode(mode: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 2)
@@ -128,7 +128,7 @@ def test_convolution_with_a_padding_mode(mode: str, case: tuple[Grid, Pair], see
 
 
 @trials(15)
-@given(case=images_on_grids(), factor=st.integers(1, 4), seed=seeds)
+@given(case=generate_images_on_grids(), factor=st.integers(1, 4), seed=seeds)
 def test_pixel_shuffle(case: tuple[Grid, Pair], factor: int, seed: int):
     """Tiles of outputs that are no multiple of the factor cut a pixel's square."""
     grid, size_px = case
@@ -137,7 +137,7 @@ def test_pixel_shuffle(case: tuple[Grid, Pair], factor: int, seed: int):
 
 
 @trials(15)
-@given(case=images_on_grids(), factor=st.integers(1, 4), seed=seeds)
+@given(case=generate_images_on_grids(), factor=st.integers(1, 4), seed=seeds)
 def test_pixel_unshuffle(case: tuple[Grid, Pair], factor: int, seed: int):
     """Tiles of the image that are no multiple of the factor."""
     grid, size_px = case
@@ -146,7 +146,7 @@ def test_pixel_unshuffle(case: tuple[Grid, Pair], factor: int, seed: int):
 
 
 @trials(4)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_shuffle_there_and_back_behind_a_convolution(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     model = nn.Sequential(

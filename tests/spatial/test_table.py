@@ -70,7 +70,7 @@ def test_the_files_that_hold_them_are_there():
     assert all((Path(__file__).parent / f"{name}.py").exists() for name in HELD)
 
 
-def drawn(module: ModuleType) -> Iterator[int]:
+def count_drawn_cases(module: ModuleType) -> Iterator[int]:
     """For each of a file's tests that draw: how many cases, for each of its parameters."""
     for name, test in vars(module).items():
         if name.startswith("test_") and hasattr(test, "hypothesis"):
@@ -78,10 +78,10 @@ def drawn(module: ModuleType) -> Iterator[int]:
             yield math.prod(len(mark.args[1]) for mark in marks) * test._hypothesis_internal_use_settings.max_examples
 
 
-def summary() -> dict[str, object]:
+def make_summary() -> dict[str, object]:
     """Entries of the table, and random cases, in all and by the file that holds the entries."""
     held = {name: names.split() for name, names in HELD.items()}
-    cases = {name: sum(drawn(importlib.import_module(f"tests.spatial.{name}"))) for name in HELD}
+    cases = {name: sum(count_drawn_cases(importlib.import_module(f"tests.spatial.{name}"))) for name in HELD}
     return {
         "operators": sum(map(len, held.values())),
         "random_cases": sum(cases.values()),
@@ -90,7 +90,7 @@ def summary() -> dict[str, object]:
 
 
 def test_the_summary_counts_them():
-    told = summary()
+    told = make_summary()
     assert (
         told["operators"] == len([rule for rule, *_ in get_rules().values() if not is_user_defined(rule)]) - 1
     )  # but for getitem
@@ -98,4 +98,4 @@ def test_the_summary_counts_them():
 
 
 if __name__ == "__main__":
-    print(json.dumps(summary()))
+    print(json.dumps(make_summary()))

@@ -16,7 +16,7 @@ spans = st.builds(lambda start, length: Span(start, start + length), st.integers
 tiles = st.builds(Tile, spans, spans)
 
 
-def pixels(tile: Tile) -> set[tuple[int, int]]:
+def list_pixels(tile: Tile) -> set[tuple[int, int]]:
     return set(product(range(tile.rows.start, tile.rows.stop), range(tile.cols.start, tile.cols.stop)))
 
 
@@ -29,8 +29,8 @@ def test_overlap_of_spans_is_that_of_their_pixels(one: Span, other: Span):
 
 @given(one=tiles, other=tiles)
 def test_overlap_of_tiles_is_that_of_their_pixels(one: Tile, other: Tile):
-    both = pixels(one) & pixels(other)
-    assert pixels(one & other) == both
+    both = list_pixels(one) & list_pixels(other)
+    assert list_pixels(one & other) == both
     assert ((one & other).pixels, bool(one & other)) == (len(both), bool(both))
 
 
@@ -45,7 +45,7 @@ def test_within_finds_the_pixels_again(outer: Tile, inner: Tile):
         for row in range(outer.rows.start, outer.rows.stop)
     ]
     found = [line[cols] for line in table[rows]]
-    assert {pixel for line in found for pixel in line} == pixels(inner)
+    assert {pixel for line in found for pixel in line} == list_pixels(inner)
     assert (len(found), len(found[0])) == inner.shape
 
 
@@ -53,7 +53,7 @@ def test_within_finds_the_pixels_again(outer: Tile, inner: Tile):
 def test_tiles_are_a_partition_of_nearly_equal_sizes(rows: int, cols: int, extra: tuple[int, int]):
     height_px, width_px = rows + extra[0], cols + extra[1]
     cut = Grid(rows, cols).cut(height_px, width_px)
-    painted = Counter(pixel for tile in cut for pixel in pixels(tile))
+    painted = Counter(pixel for tile in cut for pixel in list_pixels(tile))
     assert painted == Counter(product(range(height_px), range(width_px)))
     assert len(cut) == Grid(rows, cols).tiles == rows * cols
     for sizes in zip(*(tile.shape for tile in cut), strict=True):

@@ -17,16 +17,16 @@ from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import close, tiled, whole_numbers, with_whole_weights
 from tests.sampling import trials
-from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds
+from tests.spatial.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 
-def attention(x: Tensor) -> Tensor:
+def apply_attention(x: Tensor) -> Tensor:
     """Wang et al., 2018 (arXiv:1711.07971), without softmax."""
     pixels = x.flatten(2)
     return x + (pixels @ (pixels.transpose(1, 2) @ pixels)).view(x.shape)
 
 
-def windows(x: Tensor) -> Tensor:
+def split_windows(x: Tensor) -> Tensor:
     """Of two by two pixels, each a sequence, as Swin has them (Liu et al., 2021, arXiv:2103.14030)."""
     even = F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2))
     return even.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(1)
@@ -70,8 +70,8 @@ BIT_EQUAL = {
     "product of all": lambda x: x.sign() * x.abs().clamp(1, 1).prod() + x,
     "products of matrices": lambda x: torch.bmm(x.flatten(0, 1), x.flatten(0, 1).transpose(1, 2)).flatten(1),
     "below the diagonal": lambda x: x.tril(1) - x.triu(-1),
-    "attention": attention,
-    "windows": windows,
+    "attention": apply_attention,
+    "windows": split_windows,
     "again and again, with another axis": lambda x: x.repeat(1, 1, 1, 2, 3)[0].flatten(1),
     "sums of rows": lambda x: x.sum(2).flatten(1),
     "sums of columns and channels": lambda x: x * x.sum((1, 3), keepdim=True),
@@ -92,7 +92,7 @@ MOVED = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", BIT_EQUAL)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_whole_values(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(BIT_EQUAL[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
@@ -101,7 +101,7 @@ def test_whole_values(name: str, case: tuple[Grid, Pair], seed: int):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MOVED)
 @trials(8)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_pixels_in_another_order(name: str, case: tuple[Grid, Pair], seed: int):
     """Of these each tile borrows what it needs, whatever the size of the image."""
     grid, size_px = case
@@ -133,7 +133,7 @@ ROUNDED = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ROUNDED)
 @trials(5)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_whole_values_that_round(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(ROUNDED[name], whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
@@ -153,7 +153,7 @@ class Turned(nn.Module):
 
 @pytest.mark.nightly
 @trials(8)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_a_spatial_transformer(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 1)  # PyTorch cannot trace affine_grid to one row or column
@@ -174,9 +174,11 @@ class Between(nn.Module):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fused", [0, 2, 3])
-@pytest.mark.parametrize("middle", [attention, MOVED["rolled"], BIT_EQUAL["running sum"], MOVED["turned by half"]])
+@pytest.mark.parametrize(
+    "middle", [apply_attention, MOVED["rolled"], BIT_EQUAL["running sum"], MOVED["turned by half"]]
+)
 @trials(3)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_between_layers(fused: int, middle: object, case: tuple[Grid, Pair], seed: int):
     """Also where layers share an exchange, and hold more than their tiles."""
     grid, size_px = case
@@ -190,7 +192,7 @@ def test_between_layers(fused: int, middle: object, case: tuple[Grid, Pair], see
 
 @pytest.mark.nightly
 @trials(40)
-@given(g=geometries(few=True), seed=seeds)
+@given(g=generate_geometries(few=True), seed=seeds)
 def test_convolution_that_leaves_few_pixels(g: Geometry, seed: int):
     """Two more layers and a batch norm then run on all ranks alike."""
     conv = nn.Conv2d(2, 3, g.kernel, g.stride, g.padding, g.dilation)
@@ -199,7 +201,7 @@ def test_convolution_that_leaves_few_pixels(g: Geometry, seed: int):
 
 
 @trials(30)
-@given(g=geometries(pool=True, few=True), ceil=st.booleans(), seed=seeds)
+@given(g=generate_geometries(pool=True, few=True), ceil=st.booleans(), seed=seeds)
 def test_max_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, seed: int):
     pool = nn.MaxPool2d(g.kernel, g.stride, g.padding, g.dilation, ceil_mode=ceil)
     image = whole_numbers(2, 2, *g.image_px, seed=seed)
@@ -209,7 +211,7 @@ def test_max_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, seed: int):
 
 @trials(40)
 @given(
-    g=geometries(pool=True, dilated=False, few=True),
+    g=generate_geometries(pool=True, dilated=False, few=True),
     ceil=st.booleans(),
     counted=st.booleans(),
     divisor=st.sampled_from([None, 1, 4]),
@@ -225,7 +227,7 @@ def test_average_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, counted: b
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
 @trials(30)
-@given(case=images_on_grids(), rows=st.integers(1, 3), cols=st.integers(1, 3), seed=seeds)
+@given(case=generate_images_on_grids(), rows=st.integers(1, 3), cols=st.integers(1, 3), seed=seeds)
 def test_adaptive_pool_of_few_cells(kind: type[nn.Module], case: tuple[Grid, Pair], rows: int, cols: int, seed: int):
     grid, size_px = case
     assume((rows < grid.rows or cols < grid.cols) and (rows, cols) != (1, 1))
@@ -246,7 +248,7 @@ class Pyramid(nn.Module):
 
 @pytest.mark.nightly
 @trials(10)
-@given(case=images_on_grids(), seed=seeds)
+@given(case=generate_images_on_grids(), seed=seeds)
 def test_a_pyramid_of_pools(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Pyramid(), seed), whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
@@ -255,13 +257,13 @@ def test_a_pyramid_of_pools(case: tuple[Grid, Pair], seed: int):
 # ---- what it takes, and where it ends
 
 
-def compiled(function: object, shape: tuple[int, ...], grid: str = "2x2") -> Compiler:
+def make_compiler(function: object, shape: tuple[int, ...], grid: str = "2x2") -> Compiler:
     return Compiler(prepare(function, tiled(grid), shape, lambda made, labels: made.sum()).graph, tiled(grid))
 
 
 def test_a_value_is_gathered_once_however_many_read_it():
     model = nn.Sequential(nn.Conv2d(2, 2, 1), Reader())
-    program = compiled(model, (1, 2, 8, 6)).compile_rank(3)
+    program = make_compiler(model, (1, 2, 8, 6)).compile_rank(3)
     (exchange,) = [item for item in program.forward if isinstance(item, Exchange)]
     assert exchange.window.shape == (8, 6)
     assert len(exchange.receives) == len(exchange.sends) == 3
@@ -280,11 +282,11 @@ class Cells(nn.Module):
 def test_large_images_are_refused():
     """Where every rank would hold what it was to be spared."""
     height = WHOLE_PX // 128
-    compiled(nn.Sequential(Reader()), (1, 2, height, 128))
+    make_compiler(nn.Sequential(Reader()), (1, 2, height, 128))
     with pytest.raises(TraceError, match=rf"^aten.flatten.*beyond {WHOLE_PX} pixels, which every rank .*write a"):
-        compiled(nn.Sequential(Reader()), (1, 2, height + 1, 128))
+        make_compiler(nn.Sequential(Reader()), (1, 2, height + 1, 128))
     with pytest.raises(PlanError, match=r"aten.max_pool2d.*1 rows of pixels cannot be cut into 2 tiles"):
-        compiled(nn.Sequential(Cells()), (1, 2, height + 1, 128))
+        make_compiler(nn.Sequential(Cells()), (1, 2, height + 1, 128))
 
 
 def test_average_pools_and_sums_of_large_images_are_not():
@@ -292,7 +294,7 @@ def test_average_pools_and_sums_of_large_images_are_not():
         def forward(self, x: Tensor) -> Tensor:
             return F.adaptive_avg_pool2d(x, (1, 2)).sum() + x.amax(2).sum() + x.mean(3).sum() + x.flip(2).sum()
 
-    assert compiled(nn.Sequential(Averages()), (1, 2, 2 * WHOLE_PX // 128, 128)).compile_rank(0).steps
+    assert make_compiler(nn.Sequential(Averages()), (1, 2, 2 * WHOLE_PX // 128, 128)).compile_rank(0).steps
 
 
 class Looks(nn.Module):
