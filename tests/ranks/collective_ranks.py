@@ -1,6 +1,7 @@
 """`mpiexec -n 4 python -m mpi4py collective_ranks.py`: gradients added up without messages, with gloo in NCCL's place.
 
-gloo sums what lies in the host's memory, and is asked in the same words. `die` as an argument: see `check_a_death_is_noticed`.
+gloo sums what lies in the host's memory, and is asked in the same words. `die` as an argument: see
+`check_a_death_is_noticed`.
 """
 
 from __future__ import annotations
