@@ -29,8 +29,9 @@ from tests.mpi import TRIES, has_begun, mpi_command, mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6
 FLAGS = (
-    "--model tests.checkpoint.survivor:survivor --image-size 24 --batch-size 2 --split-size 2 --num-spatial-parts 2 "
-    f"--slice-method vertical --optimiser adam --num-epochs {EPOCHS} --max-steps {STEPS} --num-workers 1 -v"
+    "--model tests.checkpoint.survivor:make_survivor --image-size 24 --batch-size 2 --split-size 2 "
+    "--num-spatial-parts 2 --slice-method vertical --optimiser adam "
+    f"--num-epochs {EPOCHS} --max-steps {STEPS} --num-workers 1 -v"
 ).split()
 _LOSS = re.compile(r"Step: (\d+), (loss: [^,]+),")
 _ENDED_S = 300.0

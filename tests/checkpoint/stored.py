@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from mpi4dl_nb.engines.train.recipe import Recipe
-from tests.checkpoint.trainings import PLANS, data, on_ranks, recipe_of
+from tests.checkpoint.trainings import PLANS, make_data, make_recipe, run_on_ranks
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Recipe:
-    return recipe_of(PLANS["stages"])
+    return make_recipe(PLANS["stages"])
 
 
 @pytest.fixture(scope="module")
 def stored(recipe: Recipe, tmp_path_factory) -> Path:
-    return on_ranks(recipe, data(recipe, 1), into=tmp_path_factory.mktemp("stored")).saved
+    return run_on_ranks(recipe, make_data(recipe, 1), into=tmp_path_factory.mktemp("stored")).saved

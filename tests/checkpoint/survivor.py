@@ -10,7 +10,7 @@ import time
 from torch import nn
 
 
-def survivor() -> nn.Module:
+def make_survivor() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2),
         nn.Conv2d(16, 64, 3, padding=1, stride=2, bias=False), nn.ReLU(),
@@ -18,11 +18,11 @@ def survivor() -> nn.Module:
     )  # fmt: skip
 
 
-def stopping() -> nn.Module:
+def make_stopping_survivor() -> nn.Module:
     """The same; on rank 1 its process is told to end, some time after it has begun to listen."""
     if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
         threading.Thread(target=_stop, daemon=True).start()
-    return survivor()
+    return make_survivor()
 
 
 def _stop() -> None:

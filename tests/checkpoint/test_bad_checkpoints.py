@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.train.checkpoint_files import serialise_manifest
 from mpi4dl_nb.engines.train.checkpoint_load import load, open_checkpoint, optimiser_state
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import PLANS, Net, Weighted, held_by, is_same, net, on_ranks, recipe_of
+from tests.checkpoint.trainings import PLANS, Net, Weighted, copy_state, is_same, make_net, make_recipe, run_on_ranks
 
 PLAN = PLANS["stages"]
 
@@ -30,15 +30,15 @@ def copied(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / stored.name))
 
 
-def refused(recipe: Recipe, path: Path) -> str:
+def get_refusal(recipe: Recipe, path: Path) -> str:
     """What every rank says, having changed nothing."""
 
     def work(world: LoopbackWorld) -> str:
         training = RankTraining(world, recipe)
-        before = held_by(training)
+        before = copy_state(training)
         with pytest.raises(CheckpointError) as caught:
             load(training, path)
-        assert is_same(before, held_by(training)), "what was refused has changed the training"
+        assert is_same(before, copy_state(training)), "what was refused has changed the training"
         return str(caught.value)
 
     said = set(run_ranks(recipe.plan.ranks, work))
@@ -53,7 +53,7 @@ def cut(file: str) -> Callable[[Path], None]:
     return lambda path: os.truncate(path / file, (path / file).stat().st_size - 5)
 
 
-def flip(file: str) -> Callable[[Path], None]:
+def replace_bit(file: str) -> Callable[[Path], None]:
     def work(path: Path) -> None:
         content = bytearray((path / file).read_bytes())
         content[len(content) // 2] ^= 1
@@ -62,7 +62,7 @@ def flip(file: str) -> Callable[[Path], None]:
     return work
 
 
-def changed(**fields: object) -> Callable[[Path], None]:
+def replace_fields(**fields: object) -> Callable[[Path], None]:
     """A manifest that is sealed again: as if another program had written it."""
 
     def work(path: Path) -> None:
@@ -75,8 +75,8 @@ def changed(**fields: object) -> Callable[[Path], None]:
 
 DAMAGES = {
     "weights cut short": (cut("model.safetensors"), r"damaged: model.safetensors has [\d,]+ bytes instead of"),
-    "a bit of the weights": (flip("model.safetensors"), "contents of model.safetensors are not those that were"),
-    "a bit of the state": (flip("training.safetensors"), "contents of training.safetensors are not those that"),
+    "a bit of the weights": (replace_bit("model.safetensors"), "contents of model.safetensors are not those that were"),
+    "a bit of the state": (replace_bit("training.safetensors"), "contents of training.safetensors are not those that"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors cannot be read: No such"),
     "JSON cut short": (cut("checkpoint.json"), "checkpoint.json is no JSON"),
     "a changed number": (
@@ -87,16 +87,25 @@ DAMAGES = {
     ),
     "not JSON": (lambda path: (path / "checkpoint.json").write_bytes(b"\x80\x04}q\x00."), "is no JSON"),
     "other JSON": (lambda path: (path / "checkpoint.json").write_text("[1]"), "not that of a checkpoint of this"),
-    "a newer version": (changed(format=2, package="9.0"), r"has format 2 \(written by version 9.0\).*reads format 1"),
-    "no seed": (changed(seed=None), "does not say what 'seed' is"),
-    "a file elsewhere": (changed(files={"../weights": {"bytes": 0, "crc32": 0}}), "'../weights' is no file of its own"),
-    "a device": (changed(files={"/dev/zero": {"bytes": 0, "crc32": 0}}), "'/dev/zero' is no file of its own"),
+    "a newer version": (
+        replace_fields(format=2, package="9.0"),
+        r"has format 2 \(written by version 9.0\).*reads format 1",
+    ),
+    "no seed": (replace_fields(seed=None), "does not say what 'seed' is"),
+    "a file elsewhere": (
+        replace_fields(files={"../weights": {"bytes": 0, "crc32": 0}}),
+        "'../weights' is no file of its own",
+    ),
+    "a device": (replace_fields(files={"/dev/zero": {"bytes": 0, "crc32": 0}}), "'/dev/zero' is no file of its own"),
     "a link to a device": (
-        lambda path: ((path / "z").symlink_to("/dev/zero"), changed(files={"z": {"bytes": 0, "crc32": 0}})(path)),
+        lambda path: (
+            (path / "z").symlink_to("/dev/zero"),
+            replace_fields(files={"z": {"bytes": 0, "crc32": 0}})(path),
+        ),
         "'z' is no file of its own",
     ),
     "a pipe": (
-        lambda path: (os.mkfifo(path / "pipe"), changed(files={"pipe": {"bytes": 0, "crc32": 0}})(path)),
+        lambda path: (os.mkfifo(path / "pipe"), replace_fields(files={"pipe": {"bytes": 0, "crc32": 0}})(path)),
         "pipe is no regular file",
     ),
     "a device as JSON": (
@@ -111,9 +120,9 @@ DAMAGES = {
         lambda path: (path / "checkpoint.json").write_text('{"step": 1e999, "crc32": 0}'),
         "checkpoint.json is no JSON",
     ),
-    "files that are no list": (changed(files={"model.safetensors": 3}), "damaged: TypeError"),
+    "files that are no list": (replace_fields(files={"model.safetensors": 3}), "damaged: TypeError"),
     "a state without options": (
-        changed(optimiser={"kind": "Adam", "options": [], "weights": {"model.x": {"options": 0}}}),
+        replace_fields(optimiser={"kind": "Adam", "options": [], "weights": {"model.x": {"options": 0}}}),
         "damaged: IndexError",
     ),
 }
@@ -129,14 +138,14 @@ def test_what_is_damaged_is_not_loaded(damage: str, recipe: Recipe, copied: Path
 
 
 def test_no_rank_changes_where_a_checkpoint_is_damaged(recipe: Recipe, copied: Path):
-    flip("training.safetensors")(copied)
-    assert "are not those that were written" in refused(recipe, copied)
+    replace_bit("training.safetensors")(copied)
+    assert "are not those that were written" in get_refusal(recipe, copied)
 
 
 def test_a_file_that_is_no_safetensors(recipe: Recipe, copied: Path):
     """Its sum is right, as it was written so."""
     (copied / "model.safetensors").write_bytes(b"text")
-    changed(files={"model.safetensors": {"bytes": 4, "crc32": 999008199}})(copied)
+    replace_fields(files={"model.safetensors": {"bytes": 4, "crc32": 999008199}})(copied)
     with pytest.raises(CheckpointError, match="damaged: SafetensorError"):
         open_checkpoint(copied, recipe)
 
@@ -176,54 +185,56 @@ class Wider(Net):
 
 
 def test_another_model(stored: Path):
-    said = refused(recipe_of(PLAN, model=Wider()), stored)
+    said = get_refusal(make_recipe(PLAN, model=Wider()), stored)
     assert "of another model: of its 18 tensors 14 are those of the 18 here; " in said
     assert "2 not in it: more.bias, more.weight; 2 not here: unused.bias, unused.weight; " in said
     assert "2 of another shape: head.2.bias (5,) instead of (9,), head.2.weight (5, 6) instead of (9, 6)" in said
 
 
 def test_another_optimiser_or_scheduler(stored: Path, recipe: Recipe):
-    assert "the optimiser of this checkpoint is Adam, and here it is SGD" in refused(recipe_of(PLAN, "sgd"), stored)
+    assert "the optimiser of this checkpoint is Adam, and here it is SGD" in get_refusal(
+        make_recipe(PLAN, "sgd"), stored
+    )
     for other, name in (("none", "none"), ("cosine", "CosineAnnealingWarmRestarts")):
         with pytest.raises(
             CheckpointError, match=f"scheduler of this checkpoint is MultiStepLR, and here it is {name}"
         ):
-            open_checkpoint(stored, recipe_of(PLAN, scheduler=other))
+            open_checkpoint(stored, make_recipe(PLAN, scheduler=other))
     with pytest.raises(CheckpointError, match="its optimiser is Adam, and this one is SGD"):
-        optimiser_state(stored, net(), torch.optim.SGD(net().parameters()))
+        optimiser_state(stored, make_net(), torch.optim.SGD(make_net().parameters()))
 
 
 @pytest.mark.nightly
 def test_other_weights_are_trained(stored: Path):
-    model = net()
+    model = make_net()
     model.head[2].requires_grad_(False)
     with pytest.raises(
         CheckpointError, match=r"trains 8 weights, and this training 6: 2 not trained here: model.head.2"
     ):
-        open_checkpoint(stored, recipe_of(PLAN, model=model))
+        open_checkpoint(stored, make_recipe(PLAN, model=model))
 
 
 def test_other_groups_of_the_optimiser(recipe: Recipe, stored: Path, tmp_path: Path):
-    def apart(weights):
+    def make_separate_groups(weights):
         return torch.optim.Adam([{"params": [w], "lr": 0.1 + n} for n, w in enumerate(weights)], amsgrad=True)
 
-    several = replace(recipe_of(PLANS["one rank"]), optimiser=apart)
-    said = refused(several, stored)
+    several = replace(make_recipe(PLANS["one rank"]), optimiser=make_separate_groups)
+    said = get_refusal(several, stored)
     assert "the scheduler has 1 learning rates, but there are 11 groups" in said
-    path = on_ranks(replace(several, scheduler=None), [], into=tmp_path).saved
-    assert "were in groups of the optimiser with other options" in refused(
-        recipe_of(PLANS["one rank"], scheduler="none"), path
+    path = run_on_ranks(replace(several, scheduler=None), [], into=tmp_path).saved
+    assert "were in groups of the optimiser with other options" in get_refusal(
+        make_recipe(PLANS["one rank"], scheduler="none"), path
     )
 
 
 def test_a_loss_without_weights(stored: Path):
     with pytest.raises(CheckpointError, match=r"it has no loss\.safetensors"):
-        open_checkpoint(stored, recipe_of(PLAN, loss=Weighted()))
+        open_checkpoint(stored, make_recipe(PLAN, loss=Weighted()))
 
 
 def test_an_optimiser_of_weights_that_are_not_the_models(stored: Path):
     with pytest.raises(CheckpointError, match=r"moves a tensor \(2,\) that is no weight of the model"):
-        optimiser_state(stored, net(), torch.optim.Adam([nn.Parameter(torch.zeros(2))]))
+        optimiser_state(stored, make_net(), torch.optim.Adam([nn.Parameter(torch.zeros(2))]))
 
 
 # ---- of strangers
@@ -236,7 +247,7 @@ def with_other_state(part: str, change: Callable[[dict], None]) -> Callable[[Pat
         manifest = json.loads((path / "checkpoint.json").read_text())
         told = manifest["scheduler"]["state"] if part == "scheduler" else manifest["optimiser"]["options"][0]
         change(told)
-        changed(**{part: manifest[part]})(path)
+        replace_fields(**{part: manifest[part]})(path)
 
     return work
 
@@ -259,7 +270,7 @@ STRANGE = {
 def test_the_state_of_optimiser_and_scheduler_must_be_like_that_of_fresh_ones(how: str, copied: Path):
     part, change, words = STRANGE[how]
     with_other_state(part, change)(copied)
-    said = refused(recipe_of(PLAN), copied)
+    said = get_refusal(make_recipe(PLAN), copied)
     assert re.search(words, said), said
     assert "damaged" in said
 
@@ -274,5 +285,5 @@ WELCOME = {
 def test_what_does_no_harm_is_loaded(how: str, copied: Path):
     part, change = WELCOME[how]
     with_other_state(part, change)(copied)
-    recipe = recipe_of(PLAN)
+    recipe = make_recipe(PLAN)
     run_ranks(recipe.plan.ranks, lambda world: load(RankTraining(world, recipe), copied))

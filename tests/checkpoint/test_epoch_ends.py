@@ -15,9 +15,9 @@ from mpi4dl_nb.engines.images.shard_reader import Sampler, SamplerState
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.training import fit_run as fits
 from tests.chaos.training import Heard
-from tests.checkpoint.test_bad_checkpoints import changed, flip
-from tests.checkpoint.test_notebook_checkpoints import close, made
-from tests.checkpoint.test_train_saves import alone
+from tests.checkpoint.test_bad_checkpoints import replace_bit, replace_fields
+from tests.checkpoint.test_notebook_checkpoints import is_close, make_training
+from tests.checkpoint.test_train_saves import run_on_one_rank
 from tests.checkpoint.trainings import SHAPE
 
 
@@ -33,7 +33,7 @@ IMAGES = SyntheticImages(2 * SHAPE[0], SHAPE[2:], 5)  # two steps
 @pytest.fixture(scope="module")
 def straight(cluster, tmp_path_factory):
     """Three epochs saved after every step: a training, its history, its folder."""
-    folder, training = tmp_path_factory.mktemp("saved"), made(cluster)
+    folder, training = tmp_path_factory.mktemp("saved"), make_training(cluster)
     history = training.fit(IMAGES, epochs=3, progress=False, seed=3, save=folder, save_every=1, keep=9)
     return training, history, folder
 
@@ -43,7 +43,7 @@ def straight(cluster, tmp_path_factory):
 def test_one_more_epoch_is_trained(cluster, straight, step: int, epoch: int):
     """Behind an epoch's last step the whole next one, else the rest of the one that has begun."""
     whole, folder = straight[1], straight[2]
-    training, heard = made(cluster, seed=8), Heard()
+    training, heard = make_training(cluster, seed=8), Heard()
     assert training.load(folder / f"0000{step}-step-{step}") == step
     history = training.fit(IMAGES, epochs=1, progress=False, monitor=heard)
     done = 2 - step % 2
@@ -52,15 +52,15 @@ def test_one_more_epoch_is_trained(cluster, straight, step: int, epoch: int):
 
 
 def test_all_epochs_that_are_left_are_trained(cluster, straight):
-    other = made(cluster, seed=8)
+    other = make_training(cluster, seed=8)
     other.load(straight[2] / "00002-step-2")
     history = other.fit(IMAGES, epochs=2, progress=False)
     assert history.losses == pytest.approx(straight[1].losses[2:], rel=1e-12)
-    assert close(other.state_dict(), straight[0].state_dict())
+    assert is_close(other.state_dict(), straight[0].state_dict())
 
 
 def test_a_training_whose_epochs_are_all_done_goes_on_with_another_one(cluster, straight):
-    training = made(cluster)
+    training = make_training(cluster)
     training.load(straight[2])
     history = training.fit(IMAGES, progress=False)
     assert [(each.epoch, each.steps) for each in history.epochs] == [(3, 2)]
@@ -74,7 +74,7 @@ def test_no_epoch_is_no_fit(cluster, straight, epochs):
 
 def test_no_epoch_that_is_left_is_said(cluster, straight):
     """As `epochs=60 - done` asks for at the end."""
-    training = made(cluster)
+    training = make_training(cluster)
     training.load(straight[2])
     with pytest.warns(UserWarning, match="Nothing was trained"):
         assert training.fit(IMAGES, epochs=np.int64(0), progress=False).losses == ()
@@ -83,7 +83,7 @@ def test_no_epoch_that_is_left_is_said(cluster, straight):
 @pytest.mark.nightly
 def test_where_nothing_is_trained_that_is_said(cluster, straight, monkeypatch):
     """Such as where all images that were left of an epoch turn out to be bad."""
-    training = made(cluster)
+    training = make_training(cluster)
     monkeypatch.setattr(fits, "run", lambda *given: iter(()))
     with pytest.warns(UserWarning, match="Nothing was trained: no step was left"):
         training.fit(IMAGES, progress=False)
@@ -103,19 +103,19 @@ def test_an_epoch_that_was_longer_is_over():
 
 def test_the_command_counts_a_finished_epoch_as_done(tmp_path: Path, capsys):
     """An epoch of two steps, saved after each: one epoch is all, and of two the second is left."""
-    alone("--save", tmp_path, "--save-every", 1)
-    alone("--resume", tmp_path / "00002-step-2")
+    run_on_one_rank("--save", tmp_path, "--save-every", 1)
+    run_on_one_rank("--resume", tmp_path / "00002-step-2")
     assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
-    alone("--resume", tmp_path / "00002-step-2", "--num-epochs", 2)
+    run_on_one_rank("--resume", tmp_path / "00002-step-2", "--num-epochs", 2)
     printed = capsys.readouterr().out
     assert printed.count("Epoch: 1 images per sec") == 2
     assert "No steps are left" not in printed
 
 
 def test_the_command_says_which_checkpoint_was_damaged(tmp_path: Path, capsys):
-    alone("--save", tmp_path, "--save-every", 1)
-    flip("model.safetensors")(tmp_path / "00002-step-2")
-    alone("--resume", tmp_path)
+    run_on_one_rank("--save", tmp_path, "--save-every", 1)
+    replace_bit("model.safetensors")(tmp_path / "00002-step-2")
+    run_on_one_rank("--resume", tmp_path)
     printed = capsys.readouterr().out
     assert f"{tmp_path}/00002-step-2 is damaged, and an older checkpoint is taken: the contents of model" in printed
     assert f"Resumed after 1 steps: {tmp_path}/00001-step-1" in printed
@@ -125,24 +125,24 @@ def test_the_command_says_which_checkpoint_was_damaged(tmp_path: Path, capsys):
 
 
 def test_a_notebook_is_warned_of_a_damaged_checkpoint(cluster, straight, tmp_path: Path):
-    training: Training = made(cluster)
+    training: Training = make_training(cluster)
     for _ in range(2):
         training.save(tmp_path)
-    flip("model.safetensors")(list_checkpoints(tmp_path)[-1])
+    replace_bit("model.safetensors")(list_checkpoints(tmp_path)[-1])
     with pytest.warns(UserWarning, match="00002-step-0 is damaged, and an older checkpoint is taken") as caught:
         assert training.load(tmp_path) == 0
     assert caught[0].filename == __file__
 
 
 def test_a_refused_load_changes_nothing_in_the_notebook(cluster, straight, tmp_path: Path):
-    training = made(cluster)
+    training = make_training(cluster)
     training.fit(IMAGES, progress=False)
     before = training.state_dict(), training.steps, training.feed_state, training.plan, training.recipe
     path = training.save(tmp_path)
-    changed(feed={"images": "many"})(path)
+    replace_fields(feed={"images": "many"})(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CheckpointError, match="where the training is in its images"):
             training.load(path)
-    assert close(training.state_dict(), before[0])
+    assert is_close(training.state_dict(), before[0])
     assert (training.steps, training.feed_state, training.plan, training.recipe) == before[1:]

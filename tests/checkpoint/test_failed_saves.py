@@ -25,12 +25,12 @@ from mpi4dl_nb.engines.train.checkpoint_save import make_rank_manager, save
 from mpi4dl_nb.engines.train.checkpoint_state import decode_value, encode_value
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import data, on_ranks
+from tests.checkpoint.trainings import make_data, run_on_ranks
 
 
-def saved_or_said(recipe: Recipe, into: Path, feed: object = None, keep: int = 3) -> str:
+def get_save_error(recipe: Recipe, into: Path, feed: object = None, keep: int = 3) -> str:
     """What every rank says; and then they train on."""
-    whole = data(recipe, 2)
+    whole = make_data(recipe, 2)
 
     def work(world: LoopbackWorld) -> str:
         training = RankTraining(world, recipe)
@@ -46,7 +46,7 @@ def saved_or_said(recipe: Recipe, into: Path, feed: object = None, keep: int = 3
     return said.pop()
 
 
-def untouched(before: Path, into: Path) -> bool:
+def is_untouched(before: Path, into: Path) -> bool:
     """The checkpoint that was there loads still, and nothing else is there."""
     return list_checkpoints(into) == [before] and [path.name for path in into.iterdir()] == [before.name]
 
@@ -54,31 +54,31 @@ def untouched(before: Path, into: Path) -> bool:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors", "checkpoint.json"])
 def test_a_disk_that_becomes_full_while_it_is_written(file: str, recipe: Recipe, tmp_path: Path, monkeypatch):
-    before = on_ranks(recipe, [], into=tmp_path).saved
+    before = run_on_ranks(recipe, [], into=tmp_path).saved
 
-    def full(*_: object) -> None:
+    def raise_disk_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     class Full(TensorFile):
         def __init__(self, path: Path, specs: object) -> None:
             super().__init__(path, specs)
             if path.name == file:
-                self.add = full
+                self.add = raise_disk_full
 
     monkeypatch.setattr(writers, "TensorFile", Full)
     if file == "checkpoint.json":
-        monkeypatch.setattr(writers, "publish_draft", full)
-    said = saved_or_said(recipe, tmp_path)
+        monkeypatch.setattr(writers, "publish_draft", raise_disk_full)
+    said = get_save_error(recipe, tmp_path)
     assert said.startswith(f"{tmp_path}: a checkpoint needs ")
     assert re.search(r"needs [\d.]+ (bytes|.B), but there are", said)
     assert "free (No space left on device)" in said
-    assert untouched(before, tmp_path)
+    assert is_untouched(before, tmp_path)
     open_checkpoint(before, recipe)
 
 
 def test_too_little_space_is_known_before(recipe: Recipe, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 999, 999))
-    said = saved_or_said(recipe, tmp_path)
+    said = get_save_error(recipe, tmp_path)
     assert "B, but there are 999 bytes free. " in said
     assert list(tmp_path.iterdir()) == []
 
@@ -88,7 +88,7 @@ def test_a_limit_of_the_system(recipe: Recipe, tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     try:
-        said = saved_or_said(recipe, tmp_path)
+        said = get_save_error(recipe, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "(File too large)" in said
@@ -101,24 +101,24 @@ def test_folders_that_cannot_be_written_to(recipe: Recipe, tmp_path: Path):
         with pytest.raises(CheckpointError, match=r"no checkpoint can be written here: .* Name a folder") as caught:
             check_writable(path)
         assert str(path) in str(caught.value)
-    assert "no checkpoint can be written here" in saved_or_said(recipe, tmp_path / "file")
+    assert "no checkpoint can be written here" in get_save_error(recipe, tmp_path / "file")
 
 
 def test_two_trainings_do_not_share_a_folder(recipe: Recipe, tmp_path: Path):
     with lock_folder(tmp_path):
-        assert "another training is saving into this folder" in saved_or_said(recipe, tmp_path)
+        assert "another training is saving into this folder" in get_save_error(recipe, tmp_path)
 
 
 def test_what_cannot_be_saved(recipe: Recipe, tmp_path: Path):
-    assert "feed's state cannot be written as JSON" in saved_or_said(recipe, tmp_path, feed={1j})
-    assert "keep=0 must be at least 1" in saved_or_said(recipe, tmp_path, keep=0)
+    assert "feed's state cannot be written as JSON" in get_save_error(recipe, tmp_path, feed={1j})
+    assert "keep=0 must be at least 1" in get_save_error(recipe, tmp_path, keep=0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_training_in_the_middle_of_a_step(recipe: Recipe, tmp_path: Path):
     def work(world: LoopbackWorld) -> None:
         training = RankTraining(world, recipe)
-        training.start(training.cut(data(recipe, 1)[0]))
+        training.start(training.cut(make_data(recipe, 1)[0]))
         if world.rank == 0:
             training.worker.step()
         with pytest.raises(CheckpointError, match="in the middle of a step"):
@@ -150,13 +150,13 @@ def test_what_no_checkpoint_holds():
 
 def test_a_name_that_the_disk_does_not_confirm(recipe: Recipe, tmp_path: Path, monkeypatch):
     """The new checkpoint is there, and so are the earlier ones, whatever `keep` is."""
-    before = on_ranks(recipe, [], into=tmp_path).saved
+    before = run_on_ranks(recipe, [], into=tmp_path).saved
 
-    def broken(_: Path) -> None:
+    def raise_io_error(_: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(writers, "flush_to_disk", broken)
-    message = saved_or_said(recipe, tmp_path, keep=1)
+    monkeypatch.setattr(writers, "flush_to_disk", raise_io_error)
+    message = get_save_error(recipe, tmp_path, keep=1)
     assert "-step-1 is written, but the disk did not confirm its name (Input/output error)" in message
     first, new = list_checkpoints(tmp_path)
     assert first == before
@@ -171,7 +171,7 @@ def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
     (tmp_path / ".partial-00001").mkdir()
     (tmp_path / ".partial-00001" / "model.safetensors").write_text("half")
     (tmp_path / "notes.txt").write_text("the user's own")
-    whole = data(recipe, 1)[0]
+    whole = make_data(recipe, 1)[0]
 
     def work(world: LoopbackWorld) -> None:
         training = RankTraining(world, recipe)
@@ -187,16 +187,16 @@ def test_the_last_ones_stay_and_leftovers_go(recipe: Recipe, tmp_path: Path):
 @pytest.mark.nightly
 def test_what_is_saved_last_is_the_newest_whatever_its_step(recipe: Recipe, tmp_path: Path):
     """Who goes back to an earlier checkpoint and trains on from there resumes there, not at the old end."""
-    first = on_ranks(recipe, data(recipe, 1), into=tmp_path).saved
-    on_ranks(recipe, data(recipe, 3), resume=first, into=tmp_path)
-    on_ranks(recipe, [], resume=first, into=tmp_path)
+    first = run_on_ranks(recipe, make_data(recipe, 1), into=tmp_path).saved
+    run_on_ranks(recipe, make_data(recipe, 3), resume=first, into=tmp_path)
+    run_on_ranks(recipe, [], resume=first, into=tmp_path)
     assert open_checkpoint(tmp_path, recipe).step == 1
     (tmp_path / "100000-step-9").mkdir()
     assert list_checkpoints(tmp_path)[-1].name == "100000-step-9"
 
 
 def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
-    whole = data(recipe, 1)[0]
+    whole = make_data(recipe, 1)[0]
 
     def work(world: LoopbackWorld, every: int | None) -> list[list[str]]:
         training = RankTraining(world, recipe)
@@ -219,7 +219,7 @@ def test_a_keeper_saves_when_it_is_time(recipe: Recipe, tmp_path: Path, capsys):
 
 
 def test_a_keeper_trains_on_where_the_disk_is_full(recipe: Recipe, tmp_path: Path, monkeypatch, capsys):
-    whole = data(recipe, 1)[0]
+    whole = make_data(recipe, 1)[0]
 
     def work(world: LoopbackWorld) -> int:
         training = RankTraining(world, recipe)

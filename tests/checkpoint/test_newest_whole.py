@@ -23,16 +23,16 @@ from mpi4dl_nb.engines.train.checkpoint_load import load, open_checkpoint, optim
 from mpi4dl_nb.engines.train.checkpoint_reader import Checkpoint
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.test_bad_checkpoints import changed, cut, flip, refused
-from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, net, on_ranks, recipe_of
+from tests.checkpoint.test_bad_checkpoints import cut, get_refusal, replace_bit, replace_fields
+from tests.checkpoint.trainings import OPTIMISERS, PLANS, make_data, make_net, make_recipe, run_on_ranks
 
 
 @pytest.fixture(scope="module")
 def saved(recipe: Recipe, tmp_path_factory) -> Path:
     """Three checkpoints: after one step, two and three."""
     folder, last = tmp_path_factory.mktemp("saved"), None
-    for whole in data(recipe, 3):
-        last = on_ranks(recipe, [whole], resume=last, into=folder).saved
+    for whole in make_data(recipe, 3):
+        last = run_on_ranks(recipe, [whole], resume=last, into=folder).saved
     return folder
 
 
@@ -43,7 +43,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (cut("model.safetensors"), "model.safetensors has"),
-    "a bit": (flip("training.safetensors"), "contents of training.safetensors are not those that were written"),
+    "a bit": (replace_bit("training.safetensors"), "contents of training.safetensors are not those that were written"),
     "a missing file": (
         lambda path: (path / "training.safetensors").unlink(),
         "training.safetensors cannot be read: No",
@@ -70,7 +70,7 @@ def test_a_folder_goes_on_from_the_newest_that_is_whole(how: str, recipe: Recipe
 
 
 def test_every_rank_goes_on_from_the_same_one_and_knows_why(recipe: Recipe, folder: Path):
-    flip("model.safetensors")(folder / "00003-step-3")
+    replace_bit("model.safetensors")(folder / "00003-step-3")
 
     def work(world: LoopbackWorld) -> tuple[int, int, tuple[str, ...]]:
         training = RankTraining(world, recipe)
@@ -86,7 +86,7 @@ def test_every_rank_goes_on_from_the_same_one_and_knows_why(recipe: Recipe, fold
 def test_where_none_is_whole_each_is_listed(recipe: Recipe, folder: Path):
     for path, (damage, _) in zip(list_checkpoints(folder), DAMAGES.values(), strict=False):
         damage(path)
-    said = refused(recipe, folder)
+    said = get_refusal(recipe, folder)
     assert said.startswith(f"{folder}: none of its 3 checkpoints is whole.")
     for text in (
         "00003-step-3: training.safetensors cannot be read",
@@ -97,7 +97,7 @@ def test_where_none_is_whole_each_is_listed(recipe: Recipe, folder: Path):
 
 
 def test_another_format_is_no_damage(recipe: Recipe, folder: Path):
-    changed(format=2)(folder / "00003-step-3")
+    replace_fields(format=2)(folder / "00003-step-3")
     with pytest.raises(CheckpointError, match="has format 2") as caught:
         open_checkpoint(folder, recipe)
     assert not isinstance(caught.value, DamagedError)
@@ -105,7 +105,7 @@ def test_another_format_is_no_damage(recipe: Recipe, folder: Path):
 
 def test_plain_pytorch_and_predictions_are_warned(folder: Path):
     cut("training.safetensors")(folder / "00003-step-3")
-    model = net().double()
+    model = make_net().double()
     optimiser = OPTIMISERS["adam"]([weight for name, weight in model.named_parameters() if name != "scale"])
     for work in (
         lambda: float(next(iter(optimiser_state(folder, model, optimiser)["state"].values()))["step"]),
@@ -131,18 +131,18 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(recipe: Recipe, fol
 # ---- want of means
 
 
-def failing(number: int) -> Callable[..., object]:
+def make_os_failure(number: int) -> Callable[..., object]:
     def fail(*given: object) -> object:
         raise OSError(number, os.strerror(number), "it")
 
     return fail
 
 
-def no_memory(*given: object) -> object:
+def raise_memory_error(*given: object) -> object:
     raise MemoryError
 
 
-def library(text: str) -> Callable[..., object]:
+def make_library_failure(text: str) -> Callable[..., object]:
     def fail(*given: object) -> object:
         raise RuntimeError(text)
 
@@ -150,31 +150,31 @@ def library(text: str) -> Callable[..., object]:
 
 
 WANTS: dict[str, tuple[Callable[..., object], str, str]] = {
-    "permission": (failing(errno.EACCES), "Permission denied", "chmod u"),
-    "right": (failing(errno.EPERM), "Operation not permitted", "chmod u"),
-    "handles": (failing(errno.EMFILE), "Too many open files", "ulimit -n"),
-    "handles of all": (failing(errno.ENFILE), "Too many open files in system", "ulimit -n"),
-    "memory": (failing(errno.ENOMEM), "Cannot allocate memory", "more memory"),
-    "Python's memory": (no_memory, "Cannot allocate memory", "more memory"),
+    "permission": (make_os_failure(errno.EACCES), "Permission denied", "chmod u"),
+    "right": (make_os_failure(errno.EPERM), "Operation not permitted", "chmod u"),
+    "handles": (make_os_failure(errno.EMFILE), "Too many open files", "ulimit -n"),
+    "handles of all": (make_os_failure(errno.ENFILE), "Too many open files in system", "ulimit -n"),
+    "memory": (make_os_failure(errno.ENOMEM), "Cannot allocate memory", "more memory"),
+    "Python's memory": (raise_memory_error, "Cannot allocate memory", "more memory"),
     "PyTorch's memory": (
-        library("DefaultCPUAllocator: can't allocate memory"),
+        make_library_failure("DefaultCPUAllocator: can't allocate memory"),
         "Cannot allocate memory",
         "more memory",
     ),
     "PyTorch's handles": (
-        library("unable to open file <x>: Too many open files (24)"),
+        make_library_failure("unable to open file <x>: Too many open files (24)"),
         "Too many open files",
         "ulimit",
     ),
-    "a failing disk": (failing(errno.EIO), "Input/output error", "the system's log"),
-    "a lost connection": (failing(errno.ESTALE), os.strerror(errno.ESTALE), "Try again"),
+    "a failing disk": (make_os_failure(errno.EIO), "Input/output error", "the system's log"),
+    "a lost connection": (make_os_failure(errno.ESTALE), os.strerror(errno.ESTALE), "Try again"),
 }
 READS = ((manifests, "read_bounded"), (stored_files, "open_regular"), (stored_files, "safe_open"))
 
 
 @pytest.mark.parametrize("module, name", READS)  # noqa: PT006
 @pytest.mark.parametrize("how", WANTS)
-def test_want_of_means_is_told_as_what_it_is(how, module, name, recipe, folder, monkeypatch):
+def test_want_of_means_is_reported_as_what_it_is(how, module, name, recipe, folder, monkeypatch):
     """It says nothing of the checkpoint, and no older one is taken."""
     fail, words, mend = WANTS[how]
     if (module, name) != READS[2] and "PyTorch" in how:
@@ -190,21 +190,21 @@ def test_want_of_means_is_told_as_what_it_is(how, module, name, recipe, folder, 
         assert "damaged" not in said
 
 
-def test_every_rank_hears_of_it_and_nothing_has_changed(recipe: Recipe, folder: Path, monkeypatch):
-    monkeypatch.setattr(stored_files, "safe_open", failing(errno.EACCES))
-    said = refused(recipe, folder)
+def test_every_rank_reports_it_and_nothing_has_changed(recipe: Recipe, folder: Path, monkeypatch):
+    monkeypatch.setattr(stored_files, "safe_open", make_os_failure(errno.EACCES))
+    said = get_refusal(recipe, folder)
     assert "Permission denied" in said
     assert "damaged" not in said
 
 
 def test_a_folder_that_cannot_be_listed(recipe: Recipe, folder: Path, monkeypatch):
-    monkeypatch.setattr(Path, "iterdir", failing(errno.EACCES))
+    monkeypatch.setattr(Path, "iterdir", make_os_failure(errno.EACCES))
     with pytest.raises(UnreadableError, match="the list of its checkpoints cannot be read now: Permission denied"):
         open_checkpoint(folder, recipe)
 
 
 @contextmanager
-def handles(left: int) -> Iterator[None]:
+def use_up_handles(left: int) -> Iterator[None]:
     """So many more files can be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = []
@@ -229,10 +229,10 @@ def handles(left: int) -> Iterator[None]:
 def test_real_handles_run_out(left: int, recipe: Recipe, folder: Path):
     """With one left the library says that there is no such file, or that PyTorch cannot open it."""
     whole = open_checkpoint(folder, recipe)
-    with handles(left), pytest.raises(UnreadableError, match="Too many open files") as caught:
+    with use_up_handles(left), pytest.raises(UnreadableError, match="Too many open files") as caught:
         whole.read_shapes("model.safetensors")
     assert "damaged" not in str(caught.value)
-    with handles(0), pytest.raises(UnreadableError, match="Too many open files"):
+    with use_up_handles(0), pytest.raises(UnreadableError, match="Too many open files"):
         Checkpoint.open(folder)
 
 
@@ -251,7 +251,7 @@ def test_nothing_of_the_random_numbers_is_drawn(recipe: Recipe, folder: Path):
 
 
 def test_a_save_that_runs_out_of_handles_does_not_send_to_another_folder(tmp_path: Path, monkeypatch):
-    recipe = recipe_of(PLANS["one rank"])
-    monkeypatch.setattr(os, "fsync", failing(errno.EMFILE))
+    recipe = make_recipe(PLANS["one rank"])
+    monkeypatch.setattr(os, "fsync", make_os_failure(errno.EMFILE))
     with pytest.raises(CheckpointError, match=r"Too many open files.*ulimit -n"):
-        on_ranks(recipe, [], into=tmp_path)
+        run_on_ranks(recipe, [], into=tmp_path)

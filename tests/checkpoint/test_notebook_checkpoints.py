@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.interrupts import Interrupts, StoppedError
 from mpi4dl_nb.training import fit_run
-from tests.checkpoint.trainings import PLANS, SHAPE, Weighted, data, net, recipe_of
+from tests.checkpoint.trainings import PLANS, SHAPE, Weighted, make_data, make_net, make_recipe
 
 FIVE, THREE = replace(PLANS["tiles and a stage"]), replace(PLANS["stages"])
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -30,12 +30,14 @@ def clusters():
         yield five, three
 
 
-def made(cluster: Cluster, seed: int = 0, **more) -> Training:
+def make_training(cluster: Cluster, seed: int = 0, **more) -> Training:
     torch.manual_seed(4)
-    return Training(net(seed), FIVE if cluster.n == 5 else THREE, cluster, SHAPE, optimiser=ADAM, device="cpu", **more)
+    return Training(
+        make_net(seed), FIVE if cluster.n == 5 else THREE, cluster, SHAPE, optimiser=ADAM, device="cpu", **more
+    )
 
 
-def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+def is_close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
     return mine.keys() == theirs.keys() and all(
         torch.allclose(mine[name], tensor, rtol=1e-12, atol=1e-14) for name, tensor in theirs.items()
     )
@@ -45,19 +47,19 @@ def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 def test_a_training_moves_to_another_cluster(clusters, tmp_path: Path):
     """Its own model's weights are others; what it draws goes on too."""
     five, three = clusters
-    batches = [(batch["images"], batch["labels"]) for batch in data(recipe_of(FIVE), 4)]
-    one = made(five, loss=Weighted())
+    batches = [(batch["images"], batch["labels"]) for batch in make_data(make_recipe(FIVE), 4)]
+    one = make_training(five, loss=Weighted())
     losses = [one.step(*batch) for batch in batches[:2]]
     path = one.save(tmp_path)
     losses += [one.step(*batch) for batch in batches[2:]]
-    other = made(three, seed=8, loss=Weighted())
+    other = make_training(three, seed=8, loss=Weighted())
     assert other.load(tmp_path) == 2
     assert [other.step(*batch) for batch in batches[2:]] == pytest.approx(losses[2:], rel=1e-12)
-    assert close(other.state_dict(), one.state_dict())
-    assert close(other.loss_state_dict(), one.loss_state_dict())
+    assert is_close(other.state_dict(), one.state_dict())
+    assert is_close(other.loss_state_dict(), one.loss_state_dict())
     assert one.loss_state_dict().keys() == Weighted().state_dict().keys()
     assert one.loss_state_dict()["temperature"] != 1.5
-    again = made(three, loss=Weighted())
+    again = make_training(three, loss=Weighted())
     again.load(path)
     stored = safetensors.torch.load_file(path / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in again.state_dict().items())
@@ -66,8 +68,8 @@ def test_a_training_moves_to_another_cluster(clusters, tmp_path: Path):
 
 def test_what_was_made_of_the_plan_before_a_load_is_refused_after_it(clusters, tmp_path: Path):
     _, three = clusters
-    training = made(three)
-    batch, *_ = [(batch["images"], batch["labels"]) for batch in data(recipe_of(THREE), 1)]
+    training = make_training(three)
+    batch, *_ = [(batch["images"], batch["labels"]) for batch in make_data(make_recipe(THREE), 1)]
     path, _ = training.save(tmp_path), training.step(*batch)
     stepping = training.stepping(*batch)
     stepping.instruction()
@@ -88,15 +90,15 @@ def test_what_was_made_of_the_plan_before_a_load_is_refused_after_it(clusters, t
 def test_fit_saves_and_goes_on_in_mid_epoch(clusters, tmp_path: Path):
     five, three = clusters
     images = SyntheticImages(4 * SHAPE[0], SHAPE[2:], 5)
-    straight = made(five).fit(images, epochs=2, progress=False, seed=3)
-    one = made(five)
+    straight = make_training(five).fit(images, epochs=2, progress=False, seed=3)
+    one = make_training(five)
     one.fit(images, epochs=2, progress=False, seed=3, save=tmp_path, save_every=3, keep=9)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-3", "00002-step-6", "00003-step-8"]
-    other = made(three, seed=8)
+    other = make_training(three, seed=8)
     assert other.load(tmp_path / "00001-step-3") == 3
     history = other.fit(images, epochs=2, progress=False)
     assert history.losses == pytest.approx(straight.losses[3:], rel=1e-12)
-    by_epoch = made(three)
+    by_epoch = make_training(three)
     by_epoch.fit(images, epochs=2, progress=False, save=tmp_path / "epochs", keep=1)
     assert [path.name for path in list_checkpoints(tmp_path / "epochs")] == ["00002-step-8"]
 
@@ -104,10 +106,10 @@ def test_fit_saves_and_goes_on_in_mid_epoch(clusters, tmp_path: Path):
 def test_an_interrupt_waits_for_the_step_and_saves(clusters, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(fit_run, "_LAST_S", 60.0)  # on a busy machine too, the step comes to its end
     five, _ = clusters
-    training = made(five)
-    whole = [(batch["images"], batch["labels"]) for batch in data(recipe_of(FIVE), 3)]
+    training = make_training(five)
+    whole = [(batch["images"], batch["labels"]) for batch in make_data(make_recipe(FIVE), 3)]
 
-    def batches():
+    def yield_batches():
         yield whole[0]
         os.kill(os.getpid(), signal.SIGINT)
         yield whole[1]
@@ -115,7 +117,7 @@ def test_an_interrupt_waits_for_the_step_and_saves(clusters, tmp_path: Path, mon
 
     class Once:
         def __iter__(self):
-            return batches()
+            return yield_batches()
 
     with pytest.raises(StoppedError, match=r"Stopped by SIGINT after 2 steps\. Saved as .*00001-step-2: go on"):
         training.fit(Once(), progress=False, save=tmp_path)
@@ -133,7 +135,7 @@ def test_a_second_interrupt_is_not_held_back():
 
 def test_what_cannot_be_loaded_or_saved_leaves_the_training_as_it_was(clusters, tmp_path: Path):
     five, three = clusters
-    training = made(five)
+    training = make_training(five)
     before = training.state_dict()
     with pytest.raises(CheckpointError, match="there is no checkpoint in this folder"):
         training.load(tmp_path)
@@ -141,7 +143,7 @@ def test_what_cannot_be_loaded_or_saved_leaves_the_training_as_it_was(clusters, 
     for work in (training.save, partial(training.fit, [], progress=False, save=tmp_path / "file")):
         with pytest.raises(CheckpointError, match="no checkpoint can be written here"):
             work(*([tmp_path / "file"] if work == training.save else []))
-    sgd = Training(net(), THREE, three, SHAPE, device="cpu")
+    sgd = Training(make_net(), THREE, three, SHAPE, device="cpu")
     with pytest.raises(CheckpointError, match="the optimiser of this checkpoint is Adam, and here it is SGD"):
         sgd.load(training.save(tmp_path / "adam"))
-    assert close(training.state_dict(), before)
+    assert is_close(training.state_dict(), before)

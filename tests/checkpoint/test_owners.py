@@ -124,7 +124,7 @@ def test_fit_says_what_saving_leaves_there(cluster, tmp_path):
     assert list_names(tmp_path) == ["00002-step-1", "00003-step-2", "00004-step-1"]
 
 
-def change_manifest(path: Path, **changes: object) -> None:
+def update_manifest(path: Path, **changes: object) -> None:
     """Write the manifest of a checkpoint anew, with a right checksum; a value of None takes the field away."""
     manifest = {**read_manifest(path), **changes}
     (path / MANIFEST).write_text(serialise_manifest({n: v for n, v in manifest.items() if n not in changes or v}))
@@ -134,7 +134,7 @@ def test_checkpoints_of_earlier_versions_count_as_one_training(cluster, tmp_path
     old = make_training(cluster, 1)
     for _ in range(2):
         old.step(*BATCH)
-        change_manifest(old.save(tmp_path), **{TRAINING: None})
+        update_manifest(old.save(tmp_path), **{TRAINING: None})
     assert all(TRAINING not in json.loads((path / MANIFEST).read_text()) for path in list_checkpoints(tmp_path))
     new = make_training(cluster, 2)
     assert new.load(tmp_path) == 2
@@ -147,7 +147,7 @@ def test_checkpoints_of_earlier_versions_count_as_one_training(cluster, tmp_path
 def test_an_id_is_a_text(cluster, tmp_path):
     training = make_training(cluster)
     path = training.save(tmp_path)
-    change_manifest(path, **{TRAINING: 3})
+    update_manifest(path, **{TRAINING: 3})
     with pytest.raises(DamagedError, match="does not say which training it is of"):
         training.load(path)
 

@@ -23,8 +23,16 @@ from mpi4dl_nb.engines.train.checkpoint_load import check_fits_recipe, load, opt
 from mpi4dl_nb.engines.train.checkpoint_reader import STATE, Checkpoint
 from mpi4dl_nb.engines.train.checkpoint_state import WeightState, encode_value, make_optimiser_state
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.test_bad_checkpoints import refused
-from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
+from tests.checkpoint.test_bad_checkpoints import get_refusal
+from tests.checkpoint.trainings import (
+    OPTIMISERS,
+    PLANS,
+    compute_distance,
+    make_data,
+    make_net,
+    make_recipe,
+    run_on_ranks,
+)
 from tests.fuzz.checkpoints import update_manifest
 
 KEPT = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
@@ -36,7 +44,7 @@ def copied(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / stored.name))
 
 
-def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = STATE) -> None:
+def replace_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = STATE) -> None:
     """The tensors of a file, changed, and sealed as if they had been written so."""
     tensors = safetensors.torch.load_file(path / file)
     change(tensors)
@@ -62,75 +70,81 @@ TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
 def test_an_optimisers_tensors_are_those_of_its_weights(how: str, copied: Path):
     key, made, words = TENSORS[how]
     name = f"{WEIGHT}/{key}"
-    rewrite(copied, lambda tensors: tensors.update({name: made(tensors[name])}))
-    said = refused(recipe_of(PLANS["stages"]), copied)
+    replace_tensors(copied, lambda tensors: tensors.update({name: made(tensors[name])}))
+    said = get_refusal(make_recipe(PLANS["stages"]), copied)
     assert words.replace("\\", "") in said.replace("\\", "")
     assert f"{name}" in said
 
 
 def test_a_tensor_of_no_weight(copied: Path):
-    rewrite(copied, lambda tensors: tensors.update(more=torch.zeros(1 << 20)))
-    assert "1 of no weight: more" in refused(recipe_of(PLANS["stages"]), copied)
+    replace_tensors(copied, lambda tensors: tensors.update(more=torch.zeros(1 << 20)))
+    assert "1 of no weight: more" in get_refusal(make_recipe(PLANS["stages"]), copied)
 
 
 def test_weights_are_numbers_with_fractions(copied: Path):
-    rewrite(copied, lambda t: t.update({"head.2.bias": t["head.2.bias"].long()}), "model.safetensors")
-    assert "head.2.bias (5,) of torch.int64 instead of (5,)" in refused(recipe_of(PLANS["stages"]), copied)
+    replace_tensors(copied, lambda t: t.update({"head.2.bias": t["head.2.bias"].long()}), "model.safetensors")
+    assert "head.2.bias (5,) of torch.int64 instead of (5,)" in get_refusal(make_recipe(PLANS["stages"]), copied)
 
 
 def test_a_text_for_a_number(copied: Path):
-    rewrite(copied, lambda tensors: tensors.pop(f"{WEIGHT}/step"))
-    update_manifest(copied, lambda m: weight(m).update(values={"step": "3"}, tensors=KEPT))
-    assert "step is of type str, and here of type Tensor" in refused(recipe_of(PLANS["stages"]), copied)
+    replace_tensors(copied, lambda tensors: tensors.pop(f"{WEIGHT}/step"))
+    update_manifest(copied, lambda m: get_weight_entry(m).update(values={"step": "3"}, tensors=KEPT))
+    assert "step is of type str, and here of type Tensor" in get_refusal(make_recipe(PLANS["stages"]), copied)
 
 
-def weight(manifest: dict[str, Any]) -> dict[str, Any]:
+def get_weight_entry(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest["optimiser"]["weights"][WEIGHT]
 
 
-def options(manifest: dict[str, Any]) -> dict[str, Any]:
+def get_options(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest["optimiser"]["options"][0]
 
 
-def scheduler(manifest: dict[str, Any]) -> dict[str, Any]:
+def get_scheduler_state(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest["scheduler"]["state"]
 
 
-def a_tuple(*values: float) -> dict[str, Any]:
+def make_tuple(*values: float) -> dict[str, Any]:
     return {"python": "tuple", "value": list(values)}
 
 
-def a_counter(key: Any, value: Any) -> dict[str, Any]:
+def make_counter(key: Any, value: Any) -> dict[str, Any]:
     return {"python": "Counter", "value": [[key, value]]}
 
 
 VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "an unknown key": (lambda m: weight(m)["values"].update(more=1), f"{WEIGHT}/more is none of what it keeps"),
-    "the last options": (lambda m: weight(m).update(options=-1), "there are no options -1"),
-    "one beta": (lambda m: options(m).update(betas=a_tuple(0.9)), "Adam refuses the options of"),
-    "a beta of one": (lambda m: options(m).update(betas=a_tuple(1.0, 0.9)), "Invalid beta parameter at index 0: 1.0"),
-    "a rate that is none": (lambda m: options(m).update(lr={"python": "float", "value": "nan"}), "Adam.lr is nan"),
-    "a rate beyond floats": (lambda m: options(m).update(lr=10**400), "Adam.lr is 1000"),
+    "an unknown key": (
+        lambda m: get_weight_entry(m)["values"].update(more=1),
+        f"{WEIGHT}/more is none of what it keeps",
+    ),
+    "the last options": (lambda m: get_weight_entry(m).update(options=-1), "there are no options -1"),
+    "one beta": (lambda m: get_options(m).update(betas=make_tuple(0.9)), "Adam refuses the options of"),
+    "a beta of one": (
+        lambda m: get_options(m).update(betas=make_tuple(1.0, 0.9)),
+        "Invalid beta parameter at index 0: 1.0",
+    ),
+    "a rate that is none": (lambda m: get_options(m).update(lr={"python": "float", "value": "nan"}), "Adam.lr is nan"),
+    "a rate beyond floats": (lambda m: get_options(m).update(lr=10**400), "Adam.lr is 1000"),
     "a beta beyond one": (
-        lambda m: options(m).update(betas=a_tuple(1.5, 0.9)),
+        lambda m: get_options(m).update(betas=make_tuple(1.5, 0.9)),
         "Invalid beta parameter at index 0: 1.5",
     ),
-    "a rate below none": (lambda m: options(m).update(lr=-0.1), "Adam refuses the options of"),
-    "a decay below none": (lambda m: options(m).update(weight_decay=-1.0), "Invalid weight_decay value: -1.0"),
-    "half a switch": (lambda m: options(m).update(amsgrad=0.5), "Adam.amsgrad is 0.5, which is neither on nor off"),
+    "a rate below none": (lambda m: get_options(m).update(lr=-0.1), "Adam refuses the options of"),
+    "a decay below none": (lambda m: get_options(m).update(weight_decay=-1.0), "Invalid weight_decay value: -1.0"),
+    "half a switch": (lambda m: get_options(m).update(amsgrad=0.5), "Adam.amsgrad is 0.5, which is neither on nor off"),
     "a schedule to rates below none": (
-        lambda m: scheduler(m).update(gamma=-2.0, milestones=a_counter(2, 1)),
+        lambda m: get_scheduler_state(m).update(gamma=-2.0, milestones=make_counter(2, 1)),
         "MultiStepLR steps from this state to options that Adam refuses: Invalid learning rate",
     ),
-    "other weights": (lambda m: options(m).update(params=[0]), "'params' is no option"),
-    "for captured graphs": (lambda m: options(m).update(capturable=True), "with these options cannot step"),
-    "steps to come": (lambda m: scheduler(m).update(last_epoch=9), "has made 9 steps, and the training 1"),
-    "steps below none": (lambda m: scheduler(m).update(last_epoch=-5), "has made -5 steps"),
+    "other weights": (lambda m: get_options(m).update(params=[0]), "'params' is no option"),
+    "for captured graphs": (lambda m: get_options(m).update(capturable=True), "with these options cannot step"),
+    "steps to come": (lambda m: get_scheduler_state(m).update(last_epoch=9), "has made 9 steps, and the training 1"),
+    "steps below none": (lambda m: get_scheduler_state(m).update(last_epoch=-5), "has made -5 steps"),
     "milestones that are texts": (
-        lambda m: scheduler(m).update(milestones=a_counter(2, "x")),
+        lambda m: get_scheduler_state(m).update(milestones=make_counter(2, "x")),
         r"milestones[2] is of type",
     ),
-    "a factor beyond floats": (lambda m: scheduler(m).update(gamma=1e400), "no JSON"),
+    "a factor beyond floats": (lambda m: get_scheduler_state(m).update(gamma=1e400), "no JSON"),
     "steps below none of the training": (lambda m: m.update(step=-1), "what 'step' is, but -1"),
     "too many steps": (lambda m: m.update(step=1 << 70), "what 'step' is"),
     "a seed beyond all": (lambda m: m.update(seed=1 << 70), "what 'seed' is"),
@@ -166,19 +180,20 @@ def test_values_that_would_fail_later_are_refused(how: str, copied: Path):
         update_manifest(copied, change)
     except ValueError:  # such as no JSON has
         (copied / "checkpoint.json").write_text('{"gamma": 1e999}')
-    assert words in refused(recipe_of(PLANS["stages"]), copied)
+    assert words in get_refusal(make_recipe(PLANS["stages"]), copied)
 
 
 def test_a_step_that_overflows_is_found(copied: Path):
     update_manifest(
-        copied, lambda m: scheduler(m).update(gamma=1e300, milestones={"python": "Counter", "value": [[2, 9]]})
+        copied,
+        lambda m: get_scheduler_state(m).update(gamma=1e300, milestones={"python": "Counter", "value": [[2, 9]]}),
     )
-    assert "MultiStepLR cannot step from this state: OverflowError" in refused(recipe_of(PLANS["stages"]), copied)
+    assert "MultiStepLR cannot step from this state: OverflowError" in get_refusal(make_recipe(PLANS["stages"]), copied)
 
 
 def test_plain_pytorch_is_not_given_it_either(copied: Path):
-    rewrite(copied, lambda tensors: tensors.update({f"{WEIGHT}/exp_avg": torch.zeros(6, 5)}))
-    model = net().double()
+    replace_tensors(copied, lambda tensors: tensors.update({f"{WEIGHT}/exp_avg": torch.zeros(6, 5)}))
+    model = make_net().double()
     trained = [weight for name, weight in model.named_parameters() if name != "scale"]
     with pytest.raises(CheckpointError, match=r"exp_avg has the shape \(6, 5\)"):
         optimiser_state(copied, model, OPTIMISERS["adam"](trained))
@@ -214,13 +229,13 @@ def test_what_the_class_of_an_optimiser_refuses_is_refused_in_a_checkpoint(name:
 def test_every_optimiser_of_pytorch_goes_on_from_its_own_state(name: str, tmp_path: Path):
     """Also those that keep numbers, or parts of a weight's sides, or look at their numbers as they step."""
     made = partial(getattr(torch.optim, name), lr=1e-3)
-    recipe = replace(recipe_of(PLANS["one rank"], scheduler="cosine"), optimiser=made)
-    whole = data(recipe, 3)
-    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
-    straight = on_ranks(recipe, whole)
-    again = on_ranks(recipe, whole[2:], resume=path)
+    recipe = replace(make_recipe(PLANS["one rank"], scheduler="cosine"), optimiser=made)
+    whole = make_data(recipe, 3)
+    path = run_on_ranks(recipe, whole[:2], into=tmp_path).saved
+    straight = run_on_ranks(recipe, whole)
+    again = run_on_ranks(recipe, whole[2:], resume=path)
     assert again.losses == straight.losses[2:]
-    assert distance(again.tensors, straight.tensors) == 0
+    assert compute_distance(again.tensors, straight.tensors) == 0
 
 
 class Sparing(torch.optim.Optimizer):
@@ -243,10 +258,10 @@ class Sparing(torch.optim.Optimizer):
 
 
 def test_an_optimiser_of_others_goes_on(tmp_path: Path):
-    recipe = replace(recipe_of(PLANS["one rank"], scheduler="none"), optimiser=Sparing)
-    whole = data(recipe, 3)
-    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
-    assert on_ranks(recipe, whole[2:], resume=path).losses == on_ranks(recipe, whole).losses[2:]
+    recipe = replace(make_recipe(PLANS["one rank"], scheduler="none"), optimiser=Sparing)
+    whole = make_data(recipe, 3)
+    path = run_on_ranks(recipe, whole[:2], into=tmp_path).saved
+    assert run_on_ranks(recipe, whole[2:], resume=path).losses == run_on_ranks(recipe, whole).losses[2:]
 
 
 class Remembering(torch.optim.Optimizer):
@@ -278,36 +293,36 @@ def make_hooked(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optimiser", [Remembering, make_hooked])
 def test_state_beyond_an_optimisers_own_is_loaded(optimiser: Any, tmp_path: Path):
     """More than the weight has, or what a hook keeps: what was saved without complaint is no damage."""
-    recipe = replace(recipe_of(PLANS["one rank"], scheduler="none"), optimiser=optimiser)
-    whole = data(recipe, 3)
-    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
-    assert on_ranks(recipe, whole[2:], resume=path).losses == on_ranks(recipe, whole).losses[2:]
+    recipe = replace(make_recipe(PLANS["one rank"], scheduler="none"), optimiser=optimiser)
+    whole = make_data(recipe, 3)
+    path = run_on_ranks(recipe, whole[:2], into=tmp_path).saved
+    assert run_on_ranks(recipe, whole[2:], resume=path).losses == run_on_ranks(recipe, whole).losses[2:]
 
 
-def chained(optimiser: torch.optim.Optimizer) -> Any:
+def make_chained_scheduler(optimiser: torch.optim.Optimizer) -> Any:
     return ChainedScheduler([ConstantLR(optimiser, 0.5, 3), ExponentialLR(optimiser, 0.9)])
 
 
 def test_schedulers_that_are_chained_go_on(tmp_path: Path):
     """They don't say how often they have made a step."""
-    recipe = replace(recipe_of(PLANS["one rank"], scheduler="none"), scheduler=chained)
-    whole = data(recipe, 4)
-    path = on_ranks(recipe, whole[:2], into=tmp_path).saved
-    assert on_ranks(recipe, whole[2:], resume=path).losses == on_ranks(recipe, whole).losses[2:]
+    recipe = replace(make_recipe(PLANS["one rank"], scheduler="none"), scheduler=make_chained_scheduler)
+    whole = make_data(recipe, 4)
+    path = run_on_ranks(recipe, whole[:2], into=tmp_path).saved
+    assert run_on_ranks(recipe, whole[2:], resume=path).losses == run_on_ranks(recipe, whole).losses[2:]
 
 
 def test_kernels_of_a_gpu_are_no_damage(tmp_path: Path):
     """Of a training with fused kernels the state is what it is without."""
-    recipe = recipe_of(PLANS["one rank"], "adam", "none")
-    path = on_ranks(recipe, data(recipe, 2), into=tmp_path).saved
+    recipe = make_recipe(PLANS["one rank"], "adam", "none")
+    path = run_on_ranks(recipe, make_data(recipe, 2), into=tmp_path).saved
     update_manifest(path, lambda manifest: [each.update(fused=True) for each in manifest["optimiser"]["options"]])
     check_fits_recipe(Checkpoint.open(path), recipe)
 
 
 def test_a_scheduler_that_has_come_to_its_end_is_loaded(tmp_path: Path):
     """A model that is trained can predict, though OneCycleLR has no step more."""
-    recipe = recipe_of(PLANS["one rank"], "adam", "cycle")
-    path = on_ranks(recipe, data(recipe, 9), into=tmp_path).saved
+    recipe = make_recipe(PLANS["one rank"], "adam", "cycle")
+    path = run_on_ranks(recipe, make_data(recipe, 9), into=tmp_path).saved
     done = json.loads((path / "checkpoint.json").read_text())["scheduler"]["state"]
     assert done["last_epoch"] == done["total_steps"] - 1
 

@@ -17,10 +17,12 @@ from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state
-from tests.checkpoint.survivor import survivor
+from tests.checkpoint.survivor import make_survivor
 from tests.survival import survive
 
-MODEL = ("--model", "tests.checkpoint.survivor:survivor", "--image-size", 24, "--batch-size", 2, "--optimiser", "adam")
+MODEL = (
+    "--model", "tests.checkpoint.survivor:make_survivor", "--image-size", 24, "--batch-size", 2, "--optimiser", "adam",
+)  # fmt: skip
 FIVE = ("--split-size", 2, "--num-spatial-parts", 4, "--slice-method", "square")
 THREE = ("--split-size", 3, "--spatial-size", 0)
 COURSE = ("--num-epochs", 2, "--max-steps", 3, "--dtype", "float64", "-v")
@@ -30,7 +32,7 @@ def train(*flags: object) -> tuple[object, ...]:
     return ("-m", "mpi4dl_nb.engines", "train", *MODEL, *flags)
 
 
-def losses(printed: str) -> list[str]:
+def read_losses(printed: str) -> list[str]:
     return re.findall(r"^Step: \d+, (loss: [\d.]+)", printed, re.MULTILINE)
 
 
@@ -44,13 +46,13 @@ def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexe
     rest = mpiexec(3, *train(*THREE, *COURSE, "--resume", five / "00001-step-4", "--save", three))
     assert rest.returncode == 0, rest.stderr
     assert "Resumed after 4 steps" in rest.stdout
-    assert losses(rest.stdout) == losses(whole.stdout)[4:]
+    assert read_losses(rest.stdout) == read_losses(whole.stdout)[4:]
     ends = [list_checkpoints(folder)[-1] for folder in (five, three)]
     assert [path.name for path in ends] == ["00002-step-6", "00001-step-6"]
     stored = [safetensors.torch.load_file(path / "model.safetensors") for path in ends]
     answers, images = [], torch.randn(3, 3, 24, 24, dtype=torch.float64)
     for state in stored:
-        model = survivor().double().eval()
+        model = make_survivor().double().eval()
         model.load_state_dict(state, strict=True)
         answers.append(model(images))
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-14)
@@ -62,7 +64,7 @@ def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexe
 
 @pytest.mark.nightly
 def test_a_signal_to_one_rank_stops_all_when_the_step_is_done_and_saved(mpiexec, tmp_path: Path):
-    stopping = ("--model", "tests.checkpoint.survivor:stopping")
+    stopping = ("--model", "tests.checkpoint.survivor:make_stopping_survivor")
     done = mpiexec(3, *train(*THREE, *stopping, "--num-epochs", 10**6, "--save", tmp_path))
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("Stopped by")]
     told = re.fullmatch(r"Stopped by SIGTERM after (\d+) steps\. Saved as (.*): go on from there\.", said)
@@ -82,7 +84,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(mpiexec):
     assert done.stdout == ""
 
 
-def alone(*flags: object) -> None:
+def run_on_one_rank(*flags: object) -> None:
     """The command on one rank, in this process."""
     plan = ("--split-size", 1, "--spatial-size", 0, "--max-steps", 2, *flags)
     given = [str(flag) for flag in train(*plan)[3:]]
@@ -91,30 +93,30 @@ def alone(*flags: object) -> None:
 
 def test_what_cannot_be_saved_is_said_before_the_first_step(capsys):
     with pytest.raises(CheckpointError, match="/proc/nowhere: no checkpoint can be written here"):
-        alone("--save", "/proc/nowhere")
+        run_on_one_rank("--save", "/proc/nowhere")
     with pytest.raises(PlanError, match="--resume without a folder goes on from that of --save, which is not given"):
-        alone("--resume")
+        run_on_one_rank("--resume")
     assert capsys.readouterr().out == ""
 
 
 def test_resume_alone_begins_where_there_is_nothing_and_ends_where_all_is_done(tmp_path: Path, capsys):
-    alone("--save", tmp_path, "--resume")
+    run_on_one_rank("--save", tmp_path, "--resume")
     assert "Resumed" not in capsys.readouterr().out
-    alone("--save", tmp_path, "--resume", "--num-epochs", 2)
+    run_on_one_rank("--save", tmp_path, "--resume", "--num-epochs", 2)
     assert f"Resumed after 2 steps: {tmp_path}/00001-step-2" in capsys.readouterr().out
-    alone("--save", tmp_path, "--resume", "--num-epochs", 2)
+    run_on_one_rank("--save", tmp_path, "--resume", "--num-epochs", 2)
     assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
 
 
-def test_a_folder_of_several_trainings_is_told_and_not_guessed(tmp_path: Path, capsys):
-    alone("--save", tmp_path)
+def test_a_folder_of_several_trainings_is_reported_and_not_guessed(tmp_path: Path, capsys):
+    run_on_one_rank("--save", tmp_path)
     assert capsys.readouterr().err == ""
-    alone("--save", tmp_path)
+    run_on_one_rank("--save", tmp_path)
     assert f"{tmp_path} has 1 checkpoint of 1 other training: saving leaves them there" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="of 2 trainings"):
-        alone("--save", tmp_path, "--resume")
-    alone("--save", tmp_path, "--resume", tmp_path / "00001-step-2", "--num-epochs", 2, "--keep", 1)
+        run_on_one_rank("--save", tmp_path, "--resume")
+    run_on_one_rank("--save", tmp_path, "--resume", tmp_path / "00001-step-2", "--num-epochs", 2, "--keep", 1)
     assert f"Resumed after 2 steps: {tmp_path}/00001-step-2" in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["00002-step-2", "00003-step-4"]
 
@@ -128,36 +130,36 @@ def test_images_that_were_left_out_are_named_again(tmp_path: Path, capsys, monke
         return read(self, index, tile, draw)
 
     monkeypatch.setattr(SyntheticImages, "part", part)
-    alone("--save", tmp_path, "--on-bad-image", "skip")
+    run_on_one_rank("--save", tmp_path, "--on-bad-image", "skip")
     assert f"Left out from now on: random image {bad}: it is damaged" in capsys.readouterr().out
-    alone("--save", tmp_path, "--on-bad-image", "skip", "--resume", "--num-epochs", 2)
+    run_on_one_rank("--save", tmp_path, "--on-bad-image", "skip", "--resume", "--num-epochs", 2)
     assert f"random image {bad}: left out before, as unreadable" in capsys.readouterr().out
 
 
 def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):
-    alone("--save", tmp_path)
+    run_on_one_rank("--save", tmp_path)
     with pytest.raises(ImageError, match="The training that is to go on had 20 images, but there are 40"):
-        alone("--resume", tmp_path, "--batch-size", 4, "--num-epochs", 2)
+        run_on_one_rank("--resume", tmp_path, "--batch-size", 4, "--num-epochs", 2)
 
 
 def test_another_seed_would_train_on_held_out_images(tmp_path: Path):
-    alone("--save", tmp_path, "--seed", 3, "--held-out", 0.5)
+    run_on_one_rank("--save", tmp_path, "--seed", 3, "--held-out", 0.5)
     with pytest.raises(ImageError, match=r"ordered by seed 3, but --seed is 0\. Give --seed 3"):
-        alone("--resume", tmp_path, "--num-epochs", 2, "--held-out", 0.5)
+        run_on_one_rank("--resume", tmp_path, "--num-epochs", 2, "--held-out", 0.5)
 
 
 def test_the_learning_rate_of_a_checkpoint_wins_and_this_is_said(tmp_path: Path, capsys):
-    alone("--save", tmp_path, "--learning-rate", 0.01)
-    alone("--resume", tmp_path, "--num-epochs", 1)
+    run_on_one_rank("--save", tmp_path, "--learning-rate", 0.01)
+    run_on_one_rank("--resume", tmp_path, "--num-epochs", 1)
     assert "--learning-rate has no effect" not in capsys.readouterr().out
-    alone("--resume", tmp_path, "--num-epochs", 1, "--learning-rate", 0.001)
+    run_on_one_rank("--resume", tmp_path, "--num-epochs", 1, "--learning-rate", 0.001)
     assert "--learning-rate has no effect: the optimiser goes on with the" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--save-every", "--keep"])
 def test_flags_of_checkpoints_need_a_folder(flag: str):
     with pytest.raises(PlanError, match=f"{flag} 3 has no effect without --save FOLDER"):
-        alone(flag, 3)
+        run_on_one_rank(flag, 3)
 
 
 @pytest.mark.nightly

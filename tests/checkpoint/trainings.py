@@ -45,7 +45,7 @@ class Net(nn.Module):
         return self.head(self.third(x) * self.scale)
 
 
-def net(seed: int = 0) -> Net:
+def make_net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
 
@@ -87,25 +87,25 @@ SCHEDULERS = {
 }
 
 
-def recipe_of(
+def make_recipe(
     plan: Plan, optimiser: str = "adam", scheduler: str = "step", model: nn.Module | None = None,
     loss: Loss | None = None,
 ) -> Recipe:  # fmt: skip
-    traced = _traced(plan, model or net(), loss) if model or loss else _usual(plan)
+    traced = _prepare_recipe(plan, model or make_net(), loss) if model or loss else _make_usual_recipe(plan)
     return replace(traced, optimiser=OPTIMISERS[optimiser], scheduler=SCHEDULERS[scheduler])
 
 
 @cache
-def _usual(plan: Plan) -> Recipe:
-    return _traced(plan, net(), None)
+def _make_usual_recipe(plan: Plan) -> Recipe:
+    return _prepare_recipe(plan, make_net(), None)
 
 
-def _traced(plan: Plan, model: nn.Module, loss: Loss | None) -> Recipe:
+def _prepare_recipe(plan: Plan, model: nn.Module, loss: Loss | None) -> Recipe:
     torch.manual_seed(7)
     return prepare(model, plan, SHAPE, loss, device="cpu")
 
 
-def data(recipe: Recipe, steps: int = 2 * HALF) -> list[dict[str, Tensor]]:
+def make_data(recipe: Recipe, steps: int = 2 * HALF) -> list[dict[str, Tensor]]:
     return make_batches(recipe, seed=3, steps=steps)
 
 
@@ -118,7 +118,7 @@ class Done:
     saved: Path | None = None
 
 
-def tensors_of(training: RankTraining) -> dict[str, Tensor]:
+def collect_tensors(training: RankTraining) -> dict[str, Tensor]:
     """Weights, buffers and the optimiser's state, by name."""
     found = training.copy_tensors()
     held = found["weights"] | found["buffers"] | found["kept"]
@@ -133,12 +133,12 @@ def tensors_of(training: RankTraining) -> dict[str, Tensor]:
     }
 
 
-def held_by(training: RankTraining) -> dict[str, Any]:
+def copy_state(training: RankTraining) -> dict[str, Any]:
     """All that a load might change, as copies."""
     descent = training.worker.optimiser_step
     moved = (descent.optimiser, descent.scheduler)
     return {
-        "tensors": tensors_of(training),
+        "tensors": collect_tensors(training),
         "states": copy.deepcopy([each.state_dict() if each else None for each in moved]),
         "objects": [id(each) for each in (descent, *moved)],
         "numbers": (training.worker.steps, training.worker.seed, descent.scale, descent.good_steps),
@@ -157,7 +157,7 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def on_ranks(
+def run_on_ranks(
     recipe: Recipe, steps: Sequence[Mapping[str, Tensor]], resume: Path | None = None, into: Path | None = None,
     look: Callable[[RankTraining], object] | None = None,
 ) -> Done:  # fmt: skip
@@ -171,7 +171,7 @@ def on_ranks(
         saved = save(training, into) if into else None
         if look:
             look(training)
-        return losses, tensors_of(training), saved
+        return losses, collect_tensors(training), saved
 
     ranks = run_ranks(recipe.plan.ranks, work)
     tensors: dict[str, Tensor] = {}
@@ -184,7 +184,7 @@ def on_ranks(
     return Done(losses, tensors, ranks[0][2])
 
 
-def distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+def compute_distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """The largest of all tensors' relative errors."""
     assert mine.keys() == theirs.keys()
     return max(

@@ -26,7 +26,7 @@ from mpi4dl_nb.engines.train.checkpoint_reader import STATE
 from mpi4dl_nb.engines.train.checkpoint_save import save
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
+from tests.checkpoint.trainings import PLANS, copy_state, is_same, make_data, make_recipe
 from tests.fuzz.damage import make_damaged_bytes, make_damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.tables import make_other
@@ -38,7 +38,7 @@ _SIZES = (0, 1, 3, -1, 1 << 31, 1 << 62)
 
 @cache
 def _make_recipe(kind: int) -> Recipe:
-    return recipe_of(PLANS["one rank"], *KINDS[kind])
+    return make_recipe(PLANS["one rank"], *KINDS[kind])
 
 
 @cache
@@ -49,7 +49,7 @@ def _make_checkpoints(kind: int) -> tuple[TemporaryDirectory[str], Path]:
 
     def work(world: LoopbackWorld) -> None:
         training = RankTraining(world, recipe)
-        for number, whole in enumerate(data(recipe, 2)):
+        for number, whole in enumerate(make_data(recipe, 2)):
             training.step(training.cut(whole))
             save(training, Path(held.name), SamplerState(7, 0, 1 + number, 4 * (1 + number)).to_dict(20))
 
@@ -63,15 +63,15 @@ def read(path: Path, kind: int) -> None:
 
     def work(world: LoopbackWorld) -> None:
         training = RankTraining(world, recipe)
-        before = held_by(training)
+        before = copy_state(training)
         try:
             load(training, path)
         except CheckpointError as error:
-            if not is_same(before, held_by(training)):
+            if not is_same(before, copy_state(training)):
                 raise RuntimeError(f"what was refused has changed the training: {error}") from error
             raise
         with suppress(LossError):  # weights may be NaN or infinite
-            training.step(training.cut(data(recipe, 1)[0]))
+            training.step(training.cut(make_data(recipe, 1)[0]))
 
     run_ranks(1, work)
 

@@ -1,6 +1,7 @@
 """`mpiexec -n 4 python -m mpi4py collective_ranks.py`: gradients added up without messages, with gloo in NCCL's place.
 
-gloo sums what lies in the host's memory, and is asked in the same words. `die` as an argument: see `others_die`.
+gloo sums what lies in the host's memory, and is asked in the same words. `die` as an argument: see
+`check_a_death_is_noticed`.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ PLANS = {
 HOST = torch.device("cpu")
 
 
-def gloo(world: MpiWorld, device: torch.device, check: Callable[[], None]) -> Collectives:
+def make_gloo_collectives(world: MpiWorld, device: torch.device, check: Callable[[], None]) -> Collectives:
     """As if each rank had a GPU of its own."""
     return Collectives(world, check, lambda *place: dist.ProcessGroupGloo(*place, PATIENCE))
 
 
-def the_same_as_one_process(world: MpiWorld, plan: Plan) -> None:
+def verify_plan(world: MpiWorld, plan: Plan) -> None:
     torch.manual_seed(0)
     model = resnet20_v1()
     recipe = prepare(model, replace(plan, precision="float64"), (4, 3, 32, 32), device="cpu")
@@ -53,7 +54,7 @@ def the_same_as_one_process(world: MpiWorld, plan: Plan) -> None:
     assert line["ok"], line
 
 
-def gradients_are_added_by_it(world: MpiWorld) -> None:
+def check_gradients_are_added_by_collectives(world: MpiWorld) -> None:
     """And by nothing else, from the first step on."""
     torch.manual_seed(0)
     training = RankTraining(world, prepare(resnet20_v1(), PLANS["replicas"], (4, 3, 32, 32), device="cpu"))
@@ -65,7 +66,7 @@ def gradients_are_added_by_it(world: MpiWorld) -> None:
     assert sum(each.total.sent_bytes for each in sums) == 2 * 3 * sum(each.flat.nbytes for each in sums) // 4
 
 
-def begun_in_any_order(world: MpiWorld) -> None:
+def check_sums_are_begun_in_any_order(world: MpiWorld) -> None:
     """Two sums of one group, begun this way round by some ranks and that way by others."""
     found = world.collectives(HOST)
     group, order = found.connect_group(range(4), HOST), OrderedStarter(2)
@@ -81,7 +82,7 @@ def begun_in_any_order(world: MpiWorld) -> None:
     assert [t.tolist() for t in tensors] == [[16.0 * 6] * 5, [16.0 * 10] * 5]
 
 
-def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
+def check_collectives_are_connected_again_after_a_failure(world: MpiWorld) -> None:
     torch.manual_seed(0)
     training = RankTraining(world, prepare(resnet20_v1(), PLANS["replicas"], (4, 3, 32, 32), device="cpu"))
     (batch,) = make_batches(training.recipe, seed=1, steps=1)
@@ -103,13 +104,13 @@ def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
     assert len({grads.numpy().tobytes() for grads in world.all_gather(grads)}) == 1
 
 
-def what_cannot_be_connected_is_said(world: MpiWorld) -> None:
-    def refused(*place: object) -> None:
+def check_a_failed_connection_is_reported(world: MpiWorld) -> None:
+    def refuse_connection(*place: object) -> None:
         world.barrier()  # rank 0's store is there until all have found it
         raise RuntimeError("no such network")
 
     with pytest.raises(RankError, match=r"ranks 0, 1, 2, 3: no such network.*MPI4DL_NB_NCCL=0"):
-        Collectives(world, world.check, refused).connect_group(range(4), HOST)
+        Collectives(world, world.check, refuse_connection).connect_group(range(4), HOST)
 
 
 class _NeverDone:
@@ -119,7 +120,7 @@ class _NeverDone:
         return False
 
 
-def others_die(world: MpiWorld) -> NoReturn:
+def check_a_death_is_noticed(world: MpiWorld) -> NoReturn:
     """A rank dies while the others wait for a sum and for nothing of MPI's: they notice."""
     found = world.collectives(HOST)
     waiting = NcclAllReduce(torch.zeros(1), found.connect_group(range(4), HOST), 0, OrderedStarter(1), found.check)
@@ -141,19 +142,19 @@ def _wait_but_for_rank_2(world: MpiWorld, waiting: NcclAllReduce) -> None:
     waiting.wait()
 
 
-CASES = {name: lambda world, plan=plan: the_same_as_one_process(world, plan) for name, plan in PLANS.items()}
+CASES = {name: lambda world, plan=plan: verify_plan(world, plan) for name, plan in PLANS.items()}
 OTHERS = (
-    gradients_are_added_by_it,
-    begun_in_any_order,
-    after_a_failure_it_is_connected_anew,
-    what_cannot_be_connected_is_said,
+    check_gradients_are_added_by_collectives,
+    check_sums_are_begun_in_any_order,
+    check_collectives_are_connected_again_after_a_failure,
+    check_a_failed_connection_is_reported,
 )
 CASES |= {case.__name__: case for case in OTHERS}
 
 
 if __name__ == "__main__":
-    mpi.make_collectives = gloo
+    mpi.make_collectives = make_gloo_collectives
     if "die" in sys.argv:
-        others_die(MpiWorld())
+        check_a_death_is_noticed(MpiWorld())
     else:
         main({name: case for name, case in CASES.items() if name in sys.argv})

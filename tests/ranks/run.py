@@ -13,7 +13,7 @@ from mpi4dl_nb.engines.comm.mpi import MpiWorld
 from mpi4dl_nb.engines.errors import RankError
 
 
-def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
+def run_case(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
     """What went wrong on this rank, which then releases the others."""
     try:
         case(world)
@@ -23,7 +23,7 @@ def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
     return ""
 
 
-def gathered(world: MpiWorld, trouble: str) -> list[str]:
+def gather_troubles(world: MpiWorld, trouble: str) -> list[str]:
     """All ranks' troubles, also where one of them has made the others stop."""
     try:
         return world.all_gather(trouble)
@@ -36,7 +36,7 @@ def gathered(world: MpiWorld, trouble: str) -> list[str]:
 def main(cases: Mapping[str, Callable[[MpiWorld], None]]) -> None:
     torch.set_num_threads(1)
     world = MpiWorld()
-    troubles = {name: gathered(world, attempt(world, case)) for name, case in cases.items()}
+    troubles = {name: gather_troubles(world, run_case(world, case)) for name, case in cases.items()}
     if world.rank == 0:
         print(json.dumps({name: [text for text in texts if text] for name, texts in troubles.items()}))
 

@@ -97,7 +97,7 @@ def shared(other, monkeypatch) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def attack(ids: tuple[int, int], cluster: Cluster) -> tuple[list[str], list[str], list[int]]:
+def run_attack(ids: tuple[int, int], cluster: Cluster) -> tuple[list[str], list[str], list[int]]:
     """Return what the other user got from a cluster, what guards its ports of ZeroMQ, and the ports it connected to."""
     place = cluster._ranks._place
     family = [each for each in psutil.Process().children(recursive=True) if each.is_running()]
@@ -118,7 +118,7 @@ def attack(ids: tuple[int, int], cluster: Cluster) -> tuple[list[str], list[str]
 
 def test_another_user_gets_nothing_in_and_nothing_out(other, shared):
     with Cluster(2) as cluster:
-        got, mechanisms, reached = attack(other, cluster)
+        got, mechanisms, reached = run_attack(other, cluster)
         assert not got
         assert set(mechanisms) == {"CURVE"}
         assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1]] * 2

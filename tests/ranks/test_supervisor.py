@@ -24,14 +24,14 @@ SAYS = (
 )
 
 
-def supervised(code: str, **more: object) -> subprocess.Popen[bytes]:
+def start_supervisor(code: str, **more: object) -> subprocess.Popen[bytes]:
     """A supervisor, and under it a Python that does this."""
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "4"}
     command = [sys.executable, "-m", SUPERVISOR, sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, **more)
 
 
-def told(output: bytes) -> list[dict[str, object]]:
+def read_reports(output: bytes) -> list[dict[str, object]]:
     """What a supervisor has written."""
     return [json.loads(line.partition(MARK)[2]) for line in output.decode().split("\n") if MARK in line]
 
@@ -48,9 +48,9 @@ def told(output: bytes) -> list[dict[str, object]]:
     ids=["in order", "with a code", "killed", "at fault"],
 )
 def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
-    supervisor = supervised(f"{SAYS}; {code}")
+    supervisor = start_supervisor(f"{SAYS}; {code}")
     output, _ = supervisor.communicate(timeout=20)
-    (line,) = told(output)
+    (line,) = read_reports(output)
     assert (line["rank"], line["event"], line["code"]) == (4, "ended", said)
     assert (line["text"], line["step"]) == ("forward pass", 3)
     assert supervisor.returncode == left_as
@@ -59,32 +59,32 @@ def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
 @pytest.mark.nightly
 def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
     more = "import time; time.sleep(1.8); StatusBoard.from_environment().report(b''); time.sleep(2.3)"
-    output, _ = supervised(f"{SAYS}; {more}").communicate(timeout=20)
-    found = [(line["event"], line["text"]) for line in told(output) if line["event"] != "watches"]
+    output, _ = start_supervisor(f"{SAYS}; {more}").communicate(timeout=20)
+    found = [(line["event"], line["text"]) for line in read_reports(output) if line["event"] != "watches"]
     assert found == [("still", "forward pass"), ("moves", ""), ("still", ""), ("ended", "")]
 
 
 @pytest.mark.nightly
-def test_it_is_heard_as_long_as_it_has_not_told_that_there_is_nothing_to_do():
+def test_it_reports_until_it_has_said_that_there_is_nothing_to_do():
     more = "import time; time.sleep(3.2); StatusBoard.from_environment().report(b''); time.sleep(3.8)"
-    output, _ = supervised(f"{SAYS}; {more}").communicate(timeout=20)
-    events = [line["event"] for line in told(output)]
+    output, _ = start_supervisor(f"{SAYS}; {more}").communicate(timeout=20)
+    events = [line["event"] for line in read_reports(output)]
     assert events.count("watches") >= 2
     assert "watches" not in events[len(events) - events[::-1].index("still") :]
 
 
 def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
-    supervisor = supervised("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    supervisor = start_supervisor("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     time.sleep(1.5)
     (rank,) = psutil.Process(supervisor.pid).children()
     rank.kill()
     output, _ = supervisor.communicate(timeout=20)
-    first = told(output)[0]
+    first = read_reports(output)[0]
     assert (first["event"], first["state"]) == ("still", "T")
 
 
 @pytest.mark.nightly
-def test_the_rank_ends_with_whoever_has_started_its_supervisor():
+def test_the_rank_ends_with_the_process_that_has_started_its_supervisor():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
     supervisor = [sys.executable, "-m", SUPERVISOR, sys.executable, "-c", "import time; time.sleep(300)"]
     code = f"import subprocess, time; print(subprocess.Popen({supervisor!r}).pid, flush=True); time.sleep(300)"
@@ -115,13 +115,13 @@ def test_the_rank_has_the_socket_of_a_launcher_of_mpichs_kind():
 @pytest.mark.parametrize("number", ["", "977", "none"])
 def test_a_variable_that_another_launcher_has_left_over_is_no_socket(number: str, monkeypatch):
     monkeypatch.setenv("PMI_FD", number)
-    supervisor = supervised("")
+    supervisor = start_supervisor("")
     supervisor.communicate(timeout=20)
     assert supervisor.returncode == 0
 
 
 def test_the_rank_ends_with_its_supervisor():
-    supervisor = supervised("import time; time.sleep(300)")
+    supervisor = start_supervisor("import time; time.sleep(300)")
     until_s = time.monotonic() + 10
     while not (ranks := psutil.Process(supervisor.pid).children()) and time.monotonic() < until_s:
         time.sleep(0.05)
@@ -144,14 +144,14 @@ def test_a_child_whose_parent_has_died_before_it_could_ask_for_a_signal_ends():
 # ---- what the notebook makes of it
 
 
-def line(rank: int, event: str, **facts: object) -> str:
+def make_line(rank: int, event: str, **facts: object) -> str:
     return f"\n{MARK}{json.dumps({'rank': rank, 'event': event, **facts})}\n"
 
 
 PLACE = {"text": "stage 1", "step": 2, "waits": True, "for_s": 3.0}
 
 
-def reports_of(text: str) -> SupervisorReports:
+def make_reports(text: str) -> SupervisorReports:
     reports = SupervisorReports()
     take(reports, text)
     return reports
@@ -163,9 +163,9 @@ def take(reports: SupervisorReports, text: str) -> None:
 
 
 def test_reports_are_found_among_what_else_is_written():
-    reports = reports_of("noise" + line(0, "still", state="S", **PLACE))
+    reports = make_reports("noise" + make_line(0, "still", state="S", **PLACE))
     assert 3 <= reports.find_stalled_ranks()[0].for_s < 4
-    take(reports, line(0, "moves") + line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
+    take(reports, make_line(0, "moves") + make_line(1, "ended", code=-15, **PLACE) + f"\n{MARK}not json\n" + MARK)
     assert reports.find_stalled_ranks() == {}
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
 
@@ -174,9 +174,9 @@ def test_the_end_of_a_rank_after_that_of_a_helper_is_no_cause():
     """The reaper ends all ranks then, and their supervisors report it as any other end."""
     ended: list[int] = []
     reports = SupervisorReports(lambda: ended)
-    take(reports, line(0, "moves") + line(2, "ended", code=-9, **PLACE))
+    take(reports, make_line(0, "moves") + make_line(2, "ended", code=-9, **PLACE))
     ended.append(7)
-    take(reports, line(0, "ended", code=-15, **PLACE))
+    take(reports, make_line(0, "ended", code=-15, **PLACE))
     assert reports.ended.keys() == {2}
     assert reports.find_stalled_ranks() == {}
 
@@ -192,11 +192,11 @@ def ask_for(
     return found
 
 
-def test_a_supervisor_that_is_not_heard_any_more_watches_no_more(monkeypatch):
+def test_a_supervisor_whose_reports_do_not_arrive_any_more_watches_no_more(monkeypatch):
     """But for an idle rank, of which it has nothing to say, and for one that has ended."""
-    idle, waits = {**PLACE, "text": ""}, line(1, "still", state="S", **PLACE)
-    end = line(3, "moves") + line(3, "ended", code=0, **PLACE)
-    reports = reports_of(line(0, "moves") + waits + line(2, "still", state="S", **idle) + end)
+    idle, waits = {**PLACE, "text": ""}, make_line(1, "still", state="S", **PLACE)
+    end = make_line(3, "moves") + make_line(3, "ended", code=0, **PLACE)
+    reports = make_reports(make_line(0, "moves") + waits + make_line(2, "still", state="S", **idle) + end)
     assert sorted(reports.find_stalled_ranks()) == [1, 2]
     found = ask_for(reports, 3.5, monkeypatch)
     assert {rank: (still.silent, still.idle) for rank, still in found.items()} == {
@@ -206,18 +206,18 @@ def test_a_supervisor_that_is_not_heard_any_more_watches_no_more(monkeypatch):
     }
     hang = find_hang((0, 1, 2), found, after_s=3, since_s=time.monotonic() - 20)
     assert hang.words.startswith("Rank 0 does not go on: no report of it has arrived for 3.5 s.")
-    take(reports, line(0, "watches") + line(1, "watches"))
+    take(reports, make_line(0, "watches") + make_line(1, "watches"))
     assert {rank: still.silent for rank, still in reports.find_stalled_ranks().items()} == {1: False, 2: False}
 
 
 def test_ranks_whose_answers_cannot_arrive_are_idle_whatever_they_do(monkeypatch):
     """The controller was stopped; until it goes on, or somebody asks again after a pause."""
-    reports = reports_of(line(0, "moves") + line(1, "still", state="S", **PLACE))
+    reports = make_reports(make_line(0, "moves") + make_line(1, "still", state="S", **PLACE))
     found = ask_for(reports, 2.5, monkeypatch, is_cut_off=True)
     assert found[0].idle
     assert found[0].for_s == pytest.approx(2)  # since it was first seen
     assert found[1].at.text == "stage 1"  # it had stood still before
-    take(reports, line(0, "watches") + line(1, "moves"))
+    take(reports, make_line(0, "watches") + make_line(1, "moves"))
     assert reports.find_stalled_ranks() == {}
     assert reports.find_stalled_ranks(is_cut_off=True)[1].for_s == 0
     now_s = time.monotonic()
@@ -227,7 +227,7 @@ def test_ranks_whose_answers_cannot_arrive_are_idle_whatever_they_do(monkeypatch
 
 def test_a_time_in_which_nobody_asked_is_no_silence(monkeypatch):
     """The notebook was stopped by a signal, and goes on: what came meanwhile is not read yet."""
-    reports = reports_of(line(0, "moves") + line(1, "still", state="S", **PLACE))
+    reports = make_reports(make_line(0, "moves") + make_line(1, "still", state="S", **PLACE))
     before_s = reports.find_stalled_ranks()[1].for_s
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 60)
@@ -238,10 +238,10 @@ def test_a_time_in_which_nobody_asked_is_no_silence(monkeypatch):
 
 def test_what_came_after_nobody_had_asked_for_long_is_no_older_than_that(monkeypatch):
     """Or a hang would be told of as much later."""
-    reports = reports_of(line(0, "moves"))
+    reports = make_reports(make_line(0, "moves"))
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 600)
-    take(reports, line(0, "watches") + line(1, "still", state="S", **PLACE))
+    take(reports, make_line(0, "watches") + make_line(1, "still", state="S", **PLACE))
     assert reports.find_stalled_ranks()[1].for_s == pytest.approx(0, abs=0.1)
     found = ask_for(reports, 3.5, monkeypatch)
     assert found[0].for_s == pytest.approx(3.5)

@@ -46,12 +46,12 @@ class Net(nn.Module):
         return self.head(self.usual(self.twice(self.second(self.twice(x)).relu())))
 
 
-def made() -> nn.Module:
+def make_net() -> nn.Module:
     torch.manual_seed(0)
     return Net().double()
 
 
-def batches(plan: Plan) -> list[tuple[Tensor, Tensor]]:
+def make_batches(plan: Plan) -> list[tuple[Tensor, Tensor]]:
     random = torch.Generator().manual_seed(1)
     shape = (SHAPE[0] * plan.batches, *SHAPE[1:])
     return [
@@ -60,7 +60,7 @@ def batches(plan: Plan) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def on_ranks(model: nn.Module, plan: Plan, data: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+def train_on_ranks(model: nn.Module, plan: Plan, data: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
     """What each rank holds after the steps, by the plain model's names."""
     recipe = prepare(model, plan, SHAPE, optimiser=SGD, device="cpu")
 
@@ -76,8 +76,8 @@ def on_ranks(model: nn.Module, plan: Plan, data: list[tuple[Tensor, Tensor]]) ->
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_it_is_the_mean_of_a_plain_loop(plan: Plan):
-    model, data = made(), batches(plan)
-    found = on_ranks(copy.deepcopy(model), plan, data)
+    model, data = make_net(), make_batches(plan)
+    found = train_on_ranks(copy.deepcopy(model), plan, data)
     optimiser = SGD(model.parameters())
     for images, labels in data:
         optimiser.zero_grad()
@@ -97,11 +97,11 @@ def test_where_each_tile_counts_for_itself_it_is_the_mean_of_all(replicas: int):
     """The norm comes first, so what it counts does not depend on weights: a closed form."""
     plan = FLOAT64(split_size=1, slice_method="1x2", parts=2, data_parallel=replicas, sync_batchnorm=False)
     model = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Conv2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    data = batches(plan)
+    data = make_batches(plan)
     tiles = [tile for images, _ in data for part in images.chunk(plan.micro_batches) for tile in part.chunk(2, dim=3)]
     mean = torch.stack([tile.mean((0, 2, 3)) for tile in tiles]).mean(0)
     variance = torch.stack([tile.var((0, 2, 3)) for tile in tiles]).mean(0)
-    for rank in on_ranks(model.double(), plan, [(images, labels % 2) for images, labels in data]):
+    for rank in train_on_ranks(model.double(), plan, [(images, labels % 2) for images, labels in data]):
         torch.testing.assert_close(rank["0.running_mean"], mean, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(rank["0.running_var"], variance, rtol=1e-10, atol=1e-13)
 
@@ -112,7 +112,7 @@ def test_a_norm_of_each_tile_beside_one_of_each_image():
     single = nn.InstanceNorm2d(3, track_running_stats=True).double()
     head = nn.Sequential(nn.Conv2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model = nn.Sequential(copy.deepcopy(single), nn.BatchNorm2d(3, momentum=None), *head)
-    data = batches(plan)
+    data = make_batches(plan)
     parts = [single(part) for images, _ in data for part in images.chunk(plan.micro_batches)]
     tiles = [tile for part in parts for tile in part.chunk(2, dim=3)]
     expected = {
@@ -121,13 +121,13 @@ def test_a_norm_of_each_tile_beside_one_of_each_image():
         "1.running_mean": torch.stack([tile.mean((0, 2, 3)) for tile in tiles]).mean(0),
         "1.running_var": torch.stack([tile.var((0, 2, 3)) for tile in tiles]).mean(0),
     }
-    for rank in on_ranks(model.double(), plan, [(images, labels % 2) for images, labels in data]):
+    for rank in train_on_ranks(model.double(), plan, [(images, labels % 2) for images, labels in data]):
         for name, tensor in expected.items():
             torch.testing.assert_close(rank[name], tensor, rtol=1e-10, atol=1e-13, msg=name)
 
 
 def test_the_users_model_is_left_as_it_is():
-    model = made()
+    model = make_net()
     prepare(model, PLANS["tiles"], SHAPE)
     assert model.norm.momentum is None
     assert model.norm.num_batches_tracked == 7

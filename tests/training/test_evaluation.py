@@ -51,7 +51,7 @@ class Recorded(SyntheticImages):
         return super().part(index, tile, draw)
 
 
-def judged(plan: Plan, images: SyntheticImages) -> tuple[list[Scores], nn.Module]:
+def train_and_evaluate(plan: Plan, images: SyntheticImages) -> tuple[list[Scores], nn.Module]:
     """After one step of training: what every rank is told, and the model as it is then."""
     torch.manual_seed(0)
     model, loss = Net().double(), nn.CrossEntropyLoss()
@@ -80,7 +80,7 @@ def judged(plan: Plan, images: SyntheticImages) -> tuple[list[Scores], nn.Module
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_ranks_judge_as_one_process(plan: Plan):
     images = SyntheticImages(5, SIZE, CLASSES, seed=3)
-    found, model = judged(plan, images)
+    found, model = train_and_evaluate(plan, images)
     whole = torch.stack([images.part(index, Tile.whole(*SIZE)) for index in range(5)]).double()
     labels = torch.tensor([images.label(index) for index in range(5)])
     with torch.no_grad():
@@ -92,6 +92,6 @@ def test_ranks_judge_as_one_process(plan: Plan):
 
 def test_ranks_read_their_own_pixels():
     images = Recorded()
-    judged(PLANS["tiles"], images)
+    train_and_evaluate(PLANS["tiles"], images)
     assert len(images.read) == 4
     assert all(tile.shape == (SIZE[0] // 2, SIZE[1] // 2) for tile in images.read)

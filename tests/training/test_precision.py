@@ -33,12 +33,12 @@ PLANS = {
 }
 
 
-def recipe_of(model: nn.Module, precision: str, shape=(4, 3, 40, 36), clip_norm=None, **choices) -> Recipe:
+def make_recipe(model: nn.Module, precision: str, shape=(4, 3, 40, 36), clip_norm=None, **choices) -> Recipe:
     plan = Plan(precision=precision, **choices)
     return prepare(model, plan, shape, device="cpu", clip_norm=clip_norm)
 
 
-def half_graph(model: nn.Module, image: tuple[int, ...], labels: TensorSpec, loss=functional.mse_loss) -> ModelGraph:
+def trace_half(model: nn.Module, image: tuple[int, ...], labels: TensorSpec, loss=functional.mse_loss) -> ModelGraph:
     return trace(model, loss, TensorSpec(image, "float32"), labels, "bfloat16")
 
 
@@ -53,7 +53,7 @@ def test_ranks_are_no_further_off_than_four_times_one_process(name: str, plan: s
     """Three steps, against one process in float64: gradients, running statistics, weights, losses."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    recipe = recipe_of(model, precision, **PLANS[plan])
+    recipe = make_recipe(model, precision, **PLANS[plan])
     ranks = recipe.plan.ranks
     line, *_ = run_ranks(ranks, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), seed=0))
     assert line["ok"], line
@@ -75,7 +75,7 @@ def test_every_order_of_work(order: str):
     """In float16, whose scaled gradients add up over micro-batches, copies and shares."""
     torch.manual_seed(0)
     model = resnet20_v1()
-    recipe = recipe_of(model, "float16", clip_norm=0.5, **({"split_size": 2, "slice_method": "2x2"} | ORDERS[order]))
+    recipe = make_recipe(model, "float16", clip_norm=0.5, **({"split_size": 2, "slice_method": "2x2"} | ORDERS[order]))
     line, *_ = run_ranks(
         recipe.plan.ranks, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), seed=0)
     )  # fmt: skip
@@ -104,7 +104,7 @@ class Sums(nn.Module):
 def test_what_is_summed_over_tiles_is_summed_in_float32(precision: str):
     torch.manual_seed(0)
     model = Sums()
-    recipe = recipe_of(model, precision, split_size=1, slice_method="2x2")
+    recipe = make_recipe(model, precision, split_size=1, slice_method="2x2")
     line, *_ = run_ranks(4, lambda world: verify(world, recipe, model, nn.CrossEntropyLoss(), seed=0))
     assert line["ok"], line
 
@@ -160,7 +160,7 @@ def test_a_graph_with_casts_computes_without_autocast_what_the_model_does_with_i
     """Every node's type is the one that its operator has on arguments as they are cast."""
     torch.manual_seed(0)
     model, images = Branches(), torch.randn(2, 3, 6, 5)
-    graph = half_graph(model, tuple(images.shape), TensorSpec((2, 4, 6, 5), "float32"))
+    graph = trace_half(model, tuple(images.shape), TensorSpec((2, 4, 6, 5), "float32"))
     recipe = prepare(model, Plan(split_size=1, slice_method="1x1", precision="bfloat16"), images.shape,
                      functional.mse_loss, labels=TensorSpec((2, 4, 6, 5), "float32"), device="cpu")  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_a_graph_with_casts_computes_without_autocast_what_the_model_does_with_i
 
 @pytest.mark.nightly
 def test_halos_travel_in_half_precision_and_moments_do_not():
-    recipe = recipe_of(resnet20_v1(), "bfloat16", split_size=2, slice_method="2x2")
+    recipe = make_recipe(resnet20_v1(), "bfloat16", split_size=2, slice_method="2x2")
     programs = compile_plan(recipe.graph, recipe.plan)
     forward = [item for program in programs for item in program.forward]
     assert {item.dtype for item in forward if isinstance(item, Exchange)} == {"bfloat16"}
@@ -197,7 +197,7 @@ def test_halos_travel_in_half_precision_and_moments_do_not():
 @pytest.mark.nightly
 def test_masters_stay_float32():
     torch.manual_seed(0)
-    recipe = recipe_of(resnet20_v1(), "float16", split_size=2, slice_method="2x2")
+    recipe = make_recipe(resnet20_v1(), "float16", split_size=2, slice_method="2x2")
     whole = make_batches(recipe, seed=0, steps=1)
 
     def train(world: LoopbackWorld) -> set[torch.dtype]:
@@ -230,7 +230,7 @@ def test_no_rank_updates_where_one_gradient_is_not_finite():
     """The scale halves on every rank until the gradients are finite, and steps are those of GradScaler."""
     torch.manual_seed(0)
     model = Steep()
-    recipe = recipe_of(model, "float16", (2, 3, 8, 8), split_size=2, slice_method="2x2", balance=(1, 1))
+    recipe = make_recipe(model, "float16", (2, 3, 8, 8), split_size=2, slice_method="2x2", balance=(1, 1))
     batch = {"images": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
 
     def train(world: LoopbackWorld) -> list[tuple[float, bool]]:
@@ -252,7 +252,7 @@ def test_no_rank_updates_where_one_gradient_is_not_finite():
 
 def test_the_scale_grows_after_many_good_steps(monkeypatch):
     monkeypatch.setattr("mpi4dl_nb.engines.program.update.GOOD_STEPS", 2)
-    recipe = recipe_of(nn.Conv2d(3, 2, 1), "float16", (2, 3, 4, 4), split_size=1, slice_method="1x2")
+    recipe = make_recipe(nn.Conv2d(3, 2, 1), "float16", (2, 3, 4, 4), split_size=1, slice_method="1x2")
     whole = make_batches(recipe, seed=0, steps=1)[0]
 
     def train(world: LoopbackWorld) -> list[float]:
@@ -266,6 +266,6 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch):
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 def test_only_float16_is_scaled(precision: str):
     assert (
-        recipe_of(nn.Conv2d(3, 2, 1), precision, (2, 3, 4, 4), split_size=1, slice_method="1x2").rules.loss_scale
+        make_recipe(nn.Conv2d(3, 2, 1), precision, (2, 3, 4, 4), split_size=1, slice_method="1x2").rules.loss_scale
         is None
     )

@@ -22,7 +22,7 @@ ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
 EPSILON = 1e-9
 
 
-def losses(plan: Plan, images: LabelledImages, segments: bool) -> tuple[float, ...]:
+def compute_losses(plan: Plan, images: LabelledImages, segments: bool) -> tuple[float, ...]:
     model, loss = (real.segmenter(0), real.nuclei_loss) if segments else (real.classifier(0), None)
     with Cluster(plan.ranks, backend="loopback") as cluster:
         training = Training(model, plan, cluster, (2, 3, *images.shape(0)), loss)
@@ -39,7 +39,7 @@ def test_nuclei_by_one_rank_and_by_four(plan: Plan, tmp_path: Path):
     train, judge = real.brecahad(real.data(), tmp_path, None)
     assert (len(train), len(judge)) == (18, 6)
     crops = Augmented(train, ("flip", "rotate", "stain"), (64, 96))
-    one, four = (losses(each, crops, segments=True) for each in (ALONE, plan))
+    one, four = (compute_losses(each, crops, segments=True) for each in (ALONE, plan))
     assert four == pytest.approx(one, rel=EPSILON, abs=0)
     assert len(set(one)) == 6
 
@@ -51,7 +51,7 @@ def test_cells_by_one_rank_and_by_four(tmp_path: Path):
     assert len(train) > 600
     assert len(judge) > 150
     assert train.classes == judge.classes == 3
-    one, four = (losses(each, train, segments=False) for each in (ALONE, MIXED))
+    one, four = (compute_losses(each, train, segments=False) for each in (ALONE, MIXED))
     assert four == pytest.approx(one, rel=EPSILON, abs=0)
 
 

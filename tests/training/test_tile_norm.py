@@ -49,7 +49,7 @@ class TileNorm(nn.Module):
         return made
 
 
-def by_tiles(model: nn.Module, grid: Grid) -> nn.Module:
+def replace_norms(model: nn.Module, grid: Grid) -> nn.Module:
     """The same model, every batch norm by tiles; names stay."""
     twin = copy.deepcopy(model)
     for module in list(twin.modules()):
@@ -59,7 +59,7 @@ def by_tiles(model: nn.Module, grid: Grid) -> nn.Module:
     return twin
 
 
-def on_ranks(recipe: Recipe, whole: list[dict[str, Tensor]]) -> list[TrainingRecord]:
+def train_on_ranks(recipe: Recipe, whole: list[dict[str, Tensor]]) -> list[TrainingRecord]:
     def train(world: LoopbackWorld) -> TrainingRecord:
         training = RankTraining(world, recipe)
         return record_rank_run(training, map(training.cut, whole))
@@ -67,14 +67,14 @@ def on_ranks(recipe: Recipe, whole: list[dict[str, Tensor]]) -> list[TrainingRec
     return run_ranks(recipe.plan.ranks, train)
 
 
-def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Comparison, Comparison]:
+def compare_with_one_process(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Comparison, Comparison]:
     """The ranks against one process that normalises by tiles, and against the plain one."""
     torch.manual_seed(0)
     model, loss = make(), nn.CrossEntropyLoss()
     recipe = prepare(model, plan, shape, device="cpu")
     whole = make_batches(recipe, seed=0)
-    records = on_ranks(recipe, whole)
-    oracles = (by_tiles(model, plan.grids[0]), model)
+    records = train_on_ranks(recipe, whole)
+    oracles = (replace_norms(model, plan.grids[0]), model)
     count = plan.micro_batches
     alone = (
         ReferenceTraining(oracle, loss, recipe.optimiser, torch.float64, micro_batches=count) for oracle in oracles
@@ -86,14 +86,14 @@ def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Compar
 @pytest.mark.nightly
 @pytest.mark.parametrize("grid", ["2x2", "1x3", "3x1"])
 def test_each_tile_is_normalised_by_itself(grid: str):
-    tiled, plain = compared(Plan(split_size=1, slice_method=grid, **APART))
+    tiled, plain = compare_with_one_process(Plan(split_size=1, slice_method=grid, **APART))
     assert tiled.worst <= 1e-10, tiled
     assert plain.grad_rel > 0.1, "this is why it is not the default"
 
 
 @pytest.mark.nightly
 def test_each_micro_batch_is_counted():
-    tiled, _ = compared(Plan(split_size=1, slice_method="2x2", parts=2, **APART), shape=(4, 3, 22, 18))
+    tiled, _ = compare_with_one_process(Plan(split_size=1, slice_method="2x2", parts=2, **APART), shape=(4, 3, 22, 18))
     assert tiled.worst <= 1e-10, tiled
 
 
@@ -119,16 +119,16 @@ def test_behind_the_joint_there_is_one_tile():
     oracle = copy.deepcopy(model)
     oracle.one = TileNorm(oracle.one, plan.grids[0])
     record = train_reference(ReferenceTraining(oracle, loss, recipe.optimiser, torch.float64), whole)
-    assert compare(record, on_ranks(recipe, whole)).worst <= 1e-10
+    assert compare(record, train_on_ranks(recipe, whole)).worst <= 1e-10
 
 
 def test_no_message_is_sent_for_it_going_forward():
-    def sums(**choices) -> int:
+    def count_sums(**choices) -> int:
         plan = Plan(split_size=1, slice_method="2x2", **choices)
         recipe = prepare(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)), plan, (2, 3, 8, 8))
         return sum(isinstance(item, AllReduce) for item in compile_plan(recipe.graph, plan)[0].forward)
 
-    assert sums(sync_batchnorm=False) == sums() - 1
+    assert count_sums(sync_batchnorm=False) == count_sums() - 1
 
 
 @pytest.mark.nightly
@@ -136,6 +136,6 @@ def test_no_message_is_sent_for_it_going_forward():
 def test_copies_of_the_running_statistics_stay_the_same(replicas: int):
     plan = Plan(split_size=1, slice_method="2x1", data_parallel=replicas, **APART)
     recipe = prepare(resnet20_v1(), plan, (2, 3, 16, 16), device="cpu")
-    records = on_ranks(recipe, make_batches(recipe, seed=0))
+    records = train_on_ranks(recipe, make_batches(recipe, seed=0))
     for record in records[1:]:
         assert all(torch.equal(record.buffers[name], buffer) for name, buffer in records[0].buffers.items())

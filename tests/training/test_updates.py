@@ -27,12 +27,12 @@ PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", precision="float64
 SHAPE = (3, 3, 20, 18)
 
 
-def recipe_of(plan: Plan = PLAN, model: nn.Module | None = None, **rules) -> Recipe:
+def make_recipe(plan: Plan = PLAN, model: nn.Module | None = None, **rules) -> Recipe:
     torch.manual_seed(0)
     return prepare(model or resnet20_v1(), plan, SHAPE, device="cpu", **rules)
 
 
-def held(recipe: Recipe, steps: int = 3) -> float:
+def compute_worst_error(recipe: Recipe, steps: int = 3) -> float:
     """The worst error of steps on ranks against the same in one process, in float64."""
     torch.manual_seed(0)
     model, loss, whole = resnet20_v1(), nn.CrossEntropyLoss(), make_batches(recipe, seed=0, steps=steps)
@@ -61,7 +61,7 @@ OPTIMISERS: dict[str, Optimiser] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_optimisers(name: str):
-    assert held(recipe_of(optimiser=OPTIMISERS[name])) <= 1e-10
+    assert compute_worst_error(make_recipe(optimiser=OPTIMISERS[name])) <= 1e-10
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -75,8 +75,8 @@ SCHEDULERS: dict[str, Scheduler] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_step_once_after_each_update(name: str):
-    recipe = recipe_of(scheduler=SCHEDULERS[name])
-    assert held(recipe) <= 1e-10
+    recipe = make_recipe(scheduler=SCHEDULERS[name])
+    assert compute_worst_error(recipe) <= 1e-10
     assert compare_rates(recipe), "the rate moves"
 
 
@@ -84,21 +84,21 @@ def compare_rates(recipe: Recipe) -> bool:
     """Whether every rank has the same rate after two steps, another one than at first."""
     whole = make_batches(recipe, seed=0, steps=2)
 
-    def rates(world: LoopbackWorld) -> tuple[float, float]:
+    def read_rates(world: LoopbackWorld) -> tuple[float, float]:
         training = RankTraining(world, recipe)
         (group,) = training.worker.optimiser_step.optimiser.param_groups
         before = group["lr"]
         record_rank_run(training, map(training.cut, whole))
         return before, group["lr"]
 
-    found = set(run_ranks(recipe.plan.ranks, rates))
+    found = set(run_ranks(recipe.plan.ranks, read_rates))
     ((before, after),) = found
     return before != after
 
 
 def test_a_scheduler_at_its_end_refuses_the_next_step():
     """The step after which it fails has changed the weights, and counts."""
-    recipe = recipe_of(scheduler=partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=2))
+    recipe = make_recipe(scheduler=partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=2))
     (batch,) = make_batches(recipe, seed=0, steps=1)
 
     def train(world: LoopbackWorld) -> None:
@@ -128,14 +128,14 @@ def test_a_scheduler_at_its_end_refuses_the_next_step():
     ids=["a joint", "tiles", "one rank", "stages", "both directions", "replicas", "shares"],
 )
 def test_the_norm_is_that_of_all_gradients_together(plan: Plan, clip_norm: float):
-    assert held(recipe_of(plan, clip_norm=clip_norm), steps=2) <= 1e-10
+    assert compute_worst_error(make_recipe(plan, clip_norm=clip_norm), steps=2) <= 1e-10
 
 
 def test_clipping_changes_what_is_learnt():
     """Or the test above would show nothing."""
     torch.manual_seed(0)
     model, loss = resnet20_v1(), nn.CrossEntropyLoss()
-    recipe = recipe_of(clip_norm=0.5)
+    recipe = make_recipe(clip_norm=0.5)
     whole = make_batches(recipe, seed=0, steps=2)
     free, bound = (
         train_reference(ReferenceTraining(model, loss, sgd, torch.float64, rules=rules), whole)
@@ -161,7 +161,7 @@ def test_every_rule_at_once_in_each_precision():
 @pytest.mark.nightly
 @pytest.mark.parametrize("plan", [PLAN, Plan(split_size=3, spatial_size=2, slice_method="1x2")], ids=["2x2", "1x2"])
 def test_each_weight_is_counted_by_one_rank(plan: Plan):
-    recipe = recipe_of(plan)
+    recipe = make_recipe(plan)
     found = [
         item.counted
         for program in compile_plan(recipe.graph, plan)
@@ -197,6 +197,6 @@ REFUSED: dict[str, tuple[dict[str, Callable[..., object] | float], str]] = {
 def test_what_cannot_be_stepped_is_refused(kind: str):
     rules, message = REFUSED[kind]
     with pytest.raises(PlanError) as caught:
-        recipe_of(Plan(split_size=1), nn.Conv2d(3, 2, 1), **rules)
+        make_recipe(Plan(split_size=1), nn.Conv2d(3, 2, 1), **rules)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)

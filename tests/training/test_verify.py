@@ -37,7 +37,7 @@ ZERO_IN_THEORY = {"0.bias", "3.bias"}
 """A batch norm takes the mean away, whatever the convolution before it adds."""
 
 
-def net() -> nn.Sequential:
+def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
@@ -46,11 +46,11 @@ def net() -> nn.Sequential:
     )  # fmt: skip
 
 
-def given(model: nn.Module, plan: Plan, optimiser: Any) -> Recipe:
+def make_recipe(model: nn.Module, plan: Plan, optimiser: Any) -> Recipe:
     return with_small_loss_scale(prepare(model, plan, SHAPE, optimiser=optimiser, device="cpu"))
 
 
-def records_of(recipe: Recipe, whole: Sequence[Mapping[str, Tensor]]) -> list[TrainingRecord]:
+def record_ranks(recipe: Recipe, whole: Sequence[Mapping[str, Tensor]]) -> list[TrainingRecord]:
     def train(world: Any) -> TrainingRecord:
         training = RankTraining(world, recipe)
         return record_rank_run(training, map(training.cut, whole))
@@ -58,8 +58,8 @@ def records_of(recipe: Recipe, whole: Sequence[Mapping[str, Tensor]]) -> list[Tr
     return run_ranks(recipe.plan.ranks, train)
 
 
-def verified(model: nn.Module, plan: Plan, optimiser: Any) -> dict[str, Any]:
-    recipe = given(model, plan, optimiser)
+def verify_model(model: nn.Module, plan: Plan, optimiser: Any) -> dict[str, Any]:
+    recipe = make_recipe(model, plan, optimiser)
     return run_ranks(plan.ranks, lambda world: verify(world, recipe, model, LOSS, seed=0))[0]
 
 
@@ -72,39 +72,39 @@ def with_weight(record: TrainingRecord, name: str, change: Callable[[Tensor], Te
     return replace(record, weights={n: change(w) if n == name else w for n, w in record.weights.items()})
 
 
-def off(tensor: Tensor) -> Tensor:
+def add_error(tensor: Tensor) -> Tensor:
     return tensor * (1 + 1e-9)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("optimiser", [SGD, ADAM], ids=["sgd", "adam"])
 def test_a_fault_of_1e_9_in_any_weight_whose_gradient_is_not_zero_in_theory(optimiser: Any):
-    model = net()
-    recipe = given(model, STAGES, optimiser)
+    model = make_net()
+    recipe = make_recipe(model, STAGES, optimiser)
     whole = make_batches(recipe, seed=0)
-    records = records_of(recipe, whole)
+    records = record_ranks(recipe, whole)
     judged = partial(compare_records, recipe, model, LOSS, whole)
     assert judged(records)["ok"]
     names = {name for name, _ in model.named_parameters()} - ZERO_IN_THEORY
     assert len(names) == 8
     for name in sorted(names):
-        wrong = judged([with_gradient(record, name, off) for record in records])
+        wrong = judged([with_gradient(record, name, add_error) for record in records])
         assert not wrong["ok"], f"gradient of {name}"
         assert wrong["why"].startswith(f"This is a fault, not rounding: the gradient {name} in step ")
         assert "is off by 1.0e-09 of its size" in wrong["why"]
-        moved = judged([with_weight(record, name, off) for record in records])
+        moved = judged([with_weight(record, name, add_error) for record in records])
         assert not moved["ok"], name
         assert moved["why"].startswith(f"This is a fault, not rounding: the change of the weight {name} after all ")
 
 
 def test_a_fault_in_one_rank_alone_and_in_a_buffer_and_a_loss():
-    model = net()
-    recipe = given(model, TILES, ADAM)
+    model = make_net()
+    recipe = make_recipe(model, TILES, ADAM)
     whole = make_batches(recipe, seed=0)
-    first, *others = records_of(recipe, whole)
+    first, *others = record_ranks(recipe, whole)
     wrong = [
-        with_gradient(first, "4.weight", off),
-        replace(first, buffers={n: off(b) if n == "1.running_var" else b for n, b in first.buffers.items()}),
+        with_gradient(first, "4.weight", add_error),
+        replace(first, buffers={n: add_error(b) if n == "1.running_var" else b for n, b in first.buffers.items()}),
         replace(first, losses=tuple({n: loss * (1 + 1e-9) for n, loss in step.items()} for step in first.losses)),
         with_gradient(first, "0.bias", lambda gradient: gradient + 1e-9),  # zero in theory, but not by so much
         with_gradient(first, "4.weight", lambda gradient: gradient * torch.nan),
@@ -122,9 +122,9 @@ def test_a_program_that_adds_up_wrongly_by_1e_9(monkeypatch: pytest.MonkeyPatch)
         finish(self)
         self.weights[-1].grad.mul_(1 + 1e-9)
 
-    assert verified(net(), TILES, ADAM)["ok"]
+    assert verify_model(make_net(), TILES, ADAM)["ok"]
     monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
-    proof = verified(net(), TILES, ADAM)
+    proof = verify_model(make_net(), TILES, ADAM)
     assert not proof["ok"]
     assert "fault, not rounding" in proof["why"]
 
@@ -142,11 +142,11 @@ SCALING = {
 @pytest.mark.parametrize("name", SCALING)
 @pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
 def test_rounding_that_an_optimiser_scales_up_is_said_to_be_that(name: str, plan: Plan):
-    proof = verified(net(), plan, SCALING[name])
+    proof = verify_model(make_net(), plan, SCALING[name])
     assert proof["ok"], proof
     assert "The gradients of 0.bias, 3.bias are zero in theory and rounding in fact" in proof["why"]
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    assert "why" not in verified(plain, plan, SCALING[name])
+    assert "why" not in verify_model(plain, plan, SCALING[name])
 
 
 class Island(nn.Module):
@@ -165,7 +165,7 @@ class Island(nn.Module):
 @pytest.mark.parametrize("optimiser", [SGD, ADAM], ids=["sgd", "adam"])
 def test_an_island_of_float32_is_said_to_be_that(optimiser: Any):
     torch.manual_seed(0)
-    proof = verified(Island(), TILES, optimiser)
+    proof = verify_model(Island(), TILES, optimiser)
     assert proof["ok"], proof
     assert proof["grad_rel"] > 1e-10
     assert proof["why"].startswith("The model computes in float32 (")
@@ -176,9 +176,9 @@ def test_an_island_of_float32_is_said_to_be_that(optimiser: Any):
 def test_a_fault_beyond_the_rounding_of_an_island():
     torch.manual_seed(0)
     model = Island()
-    recipe = given(model, TILES, SGD)
+    recipe = make_recipe(model, TILES, SGD)
     whole = make_batches(recipe, seed=0)
-    records = records_of(recipe, whole)
+    records = record_ranks(recipe, whole)
     for name, _ in model.named_parameters():
         wrong = [with_gradient(record, name, lambda gradient: gradient * 1.002) for record in records]
         assert not compare_records(recipe, model, LOSS, whole, wrong)["ok"], name
@@ -203,7 +203,7 @@ class Silent(torch.optim.SGD):
 
 
 def test_weights_that_do_not_move_are_not_content():
-    proof = verified(net(), STAGES, partial(Silent, lr=0.1))
+    proof = verify_model(make_net(), STAGES, partial(Silent, lr=0.1))
     assert not proof["ok"]
     assert proof["params_rel"] == 0, "ranks and one process agree"
     said = proof["why"][proof["why"].index("The optimiser does not move") :].split("Look at the function")[0]
@@ -213,12 +213,12 @@ def test_weights_that_do_not_move_are_not_content():
 
 
 def test_a_few_weights_that_do_not_move_are_named():
-    proof = verified(net(), TILES, partial(Still, lr=0.1))
+    proof = verify_model(make_net(), TILES, partial(Still, lr=0.1))
     assert not proof["ok"]
     assert "The optimiser does not move 0.weight, 3.weight, 8.weight, on ranks and in one process" in proof["why"]
 
 
-def halves(named_parameters: Any) -> torch.optim.Optimizer:
+def make_optimiser_with_zero_rate(named_parameters: Any) -> torch.optim.Optimizer:
     head = ("8.weight", "8.bias")
     named = list(named_parameters)
     return torch.optim.SGD(
@@ -227,16 +227,18 @@ def halves(named_parameters: Any) -> torch.optim.Optimizer:
     )
 
 
-def frozen_body(named_parameters: Any) -> torch.optim.Optimizer:
+def make_optimiser_of_head(named_parameters: Any) -> torch.optim.Optimizer:
     named = list(named_parameters)
     for name, weight in named:
         weight.requires_grad_(name.startswith("8."))
     return torch.optim.SGD([weight for _, weight in named], lr=0.1)
 
 
-@pytest.mark.parametrize("optimiser", [halves, frozen_body], ids=["a rate of 0", "frozen"])
+@pytest.mark.parametrize(
+    "optimiser", [make_optimiser_with_zero_rate, make_optimiser_of_head], ids=["a rate of 0", "frozen"]
+)
 def test_weights_that_the_user_holds_still_are_right(optimiser: Any):
-    proof = verified(net(), STAGES, optimiser)
+    proof = verify_model(make_net(), STAGES, optimiser)
     assert proof["ok"], proof
     assert "does not move" not in proof.get("why", "")
 
@@ -273,9 +275,9 @@ def test_rounding_where_one_process_has_exactly_0_is_no_fault(
 
     monkeypatch.setattr(GradientBucket, "finish", finish_rounded)
     model = Shifted(channels)
-    recipe = given(model, TILES, {"sgd": SGD, **SCALING}[name])
+    recipe = make_recipe(model, TILES, {"sgd": SGD, **SCALING}[name])
     whole = make_batches(recipe, seed=0)
-    records = records_of(recipe, whole)
+    records = record_ranks(recipe, whole)
     plain = copy.deepcopy(model).double()
     LOSS(plain(whole[0]["images"]), whole[0]["labels"]).backward()
     assert not plain.shift.grad[:, :channels].any(), "the matter of this test"
@@ -283,7 +285,7 @@ def test_rounding_where_one_process_has_exactly_0_is_no_fault(
     judged = partial(compare_records, recipe, model, LOSS, whole)
     proof = judged(records)
     assert proof["ok"], proof
-    assert not judged([with_gradient(record, "head.bias", off) for record in records])["ok"]
+    assert not judged([with_gradient(record, "head.bias", add_error) for record in records])["ok"]
     wrong = judged([with_gradient(record, "shift", lambda gradient: gradient + 1e-9) for record in records])
     assert not wrong["ok"]
     if channels == 8:
@@ -298,21 +300,23 @@ def test_a_chaotic_reference_excuses_no_fault(fault: float):
     """One process comes elsewhere by itself where its noise goes the other way; ranks may not follow it there."""
     start = {"noisy": torch.zeros(1), "real": torch.zeros(1)}
 
-    def trained(loss: float, noise: float, real: float) -> TrainingRecord:
+    def make_record(loss: float, noise: float, real: float) -> TrainingRecord:
         gradients = {"noisy": torch.tensor([noise], dtype=torch.float64)}
         gradients["real"] = torch.tensor([real], dtype=torch.float64)
         weights = {"noisy": torch.tensor([1e3]).double(), "real": torch.tensor([-0.1]).double()}
         return TrainingRecord(({0: loss},), (gradients,), weights, {})
 
-    def again(begin: Any, *_: object) -> TrainingRecord:
+    def repeat_training(begin: Any, *_: object) -> TrainingRecord:
         is_near = isinstance(begin, partial)
-        return trained(1 + 1e-12, 3e-17, 1 + 1e-12) if is_near else trained(2.0, -1e-17, 2.0)
+        return make_record(1 + 1e-12, 3e-17, 1 + 1e-12) if is_near else make_record(2.0, -1e-17, 2.0)
 
-    def rounding(loss: float, real: float) -> RoundingCheck:
-        return RoundingCheck(trained(1.0, 1e-17, 1.0), again, DOUBLE, start, [trained(loss, 2e-17, real)])
+    def make_rounding_check(loss: float, real: float) -> RoundingCheck:
+        return RoundingCheck(
+            make_record(1.0, 1e-17, 1.0), repeat_training, DOUBLE, start, [make_record(loss, 2e-17, real)]
+        )
 
     for loss, real, what in ((1 + fault, 1.0, "loss"), (1.0, 1 + fault, "gradient")):
-        found = [each.key[0] for each in rounding(loss, real).find_differences()]
+        found = [each.key[0] for each in make_rounding_check(loss, real).find_differences()]
         assert found == ([what] if fault > 1e-6 else [])
 
 
@@ -320,14 +324,14 @@ def test_a_chaotic_reference_excuses_no_fault(fault: float):
 def test_a_running_mean_that_is_zero_in_theory_has_no_size_of_its_own(mean: float, off_by: float, found: list[str]):
     """One process differs from itself by as much in each case: that excuses only what is rounding itself."""
 
-    def trained(value: float) -> TrainingRecord:
+    def make_record(value: float) -> TrainingRecord:
         buffers = {"mean": torch.tensor([value], dtype=torch.float64), "variance": torch.ones(1, dtype=torch.float64)}
         return TrainingRecord(({0: 1.0},), ({},), {}, buffers)
 
-    def again(*_: object) -> TrainingRecord:
-        return trained(mean + off_by)
+    def repeat_training(*_: object) -> TrainingRecord:
+        return make_record(mean + off_by)
 
-    rounding = RoundingCheck(trained(mean), again, DOUBLE, {}, [trained(mean - off_by)])
+    rounding = RoundingCheck(make_record(mean), repeat_training, DOUBLE, {}, [make_record(mean - off_by)])
     assert [each.key[0] for each in rounding.find_differences()] == found
 
 
@@ -351,7 +355,7 @@ class Orthogonal(torch.optim.Optimizer):
                 weight.sub_(moved, alpha=group["lr"])
 
 
-def wide() -> nn.Sequential:
+def make_wide_net() -> nn.Sequential:
     """Four images determine no more than four of five directions of the gradient of the first linear layer."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -363,9 +367,9 @@ def wide() -> nn.Sequential:
 @pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
 def test_an_update_that_rounding_decides_is_judged_by_the_ranks_own_gradients(plan: Plan):
-    model, recipe = wide(), given(wide(), plan, Orthogonal)
+    model, recipe = make_wide_net(), make_recipe(make_wide_net(), plan, Orthogonal)
     whole = make_batches(recipe, seed=0)
-    records = records_of(recipe, whole)
+    records = record_ranks(recipe, whole)
     judged = partial(compare_records, recipe, model, LOSS, whole)
     proof = judged(records)
     assert proof["params_rel"] > 1e-3, "the matter of this test"
@@ -374,9 +378,11 @@ def test_an_update_that_rounding_decides_is_judged_by_the_ranks_own_gradients(pl
     assert re.match(r"The optimiser's update of .*4\.weight.* is not determined by the gradient", proof["why"])
     assert re.search(r"gradients agree to \de-1[4-7] in every step", proof["why"])
     for name, _ in model.named_parameters():
-        last = [replace(r, gradients=(*r.gradients[:2], with_gradient(r, name, off).gradients[2])) for r in records]
+        last = [
+            replace(r, gradients=(*r.gradients[:2], with_gradient(r, name, add_error).gradients[2])) for r in records
+        ]
         for wrong in (
-            [with_gradient(record, name, off) for record in records],
+            [with_gradient(record, name, add_error) for record in records],
             last,
             [with_weight(record, name, lambda weight: weight * (1 + 1e-8)) for record in records],
         ):
@@ -393,9 +399,9 @@ def test_ranks_that_add_up_wrongly_by_1e_9_before_such_an_update(monkeypatch: py
         finish(self)
         self.weights[0].grad.mul_(1 + 1e-9)
 
-    assert verified(wide(), TILES, Orthogonal)["ok"]
+    assert verify_model(make_wide_net(), TILES, Orthogonal)["ok"]
     monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
-    proof = verified(wide(), TILES, Orthogonal)
+    proof = verify_model(make_wide_net(), TILES, Orthogonal)
     assert not proof["ok"]
     assert "gradient" in proof["why"]
     assert "off by 1.0e-09 of its size" in proof["why"]
@@ -425,11 +431,11 @@ def test_a_forward_that_writes_to_its_images_leaves_those_of_the_batch():
 
 
 def test_labels_that_are_flags_are_drawn():
-    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+    def compute_loss(prediction: Tensor, labels: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(prediction, labels.double())
 
     plan, labels = Plan(split_size=1, spatial_size=0, precision="float64"), TensorSpec((4, 4), "bool")
-    recipe = prepare(Centred().double(), plan, SHAPE, loss, labels=labels)
+    recipe = prepare(Centred().double(), plan, SHAPE, compute_loss, labels=labels)
     (batch,) = make_batches(recipe, seed=0, steps=1)
     assert batch["labels"].dtype is torch.bool
     assert batch["labels"].any()
@@ -468,7 +474,7 @@ def test_a_model_that_one_process_cannot_train_is_refused(precision: str):
     assert "test_verify.py" in str(caught.value)
 
 
-def test_a_rank_is_told_as_well_that_the_plain_model_cannot_be_trained():
+def test_every_rank_reports_that_the_plain_model_cannot_be_trained():
     """The comparison is made on rank 0; the others wait for its result."""
     model, loss = Overwritten(), nn.CrossEntropyLoss()
     recipe = prepare(model, Plan(split_size=1, spatial_size=0, data_parallel=2), SHAPE, loss)

@@ -26,7 +26,7 @@ from mpi4dl_nb.engines.program.update import GradientBucket
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import verify
 from tests.replica.test_synced_norms import train_plain
-from tests.training.test_verify import LOSS, SGD, SHAPE, net
+from tests.training.test_verify import LOSS, SGD, SHAPE, make_net
 
 
 class FixedType(nn.Module):
@@ -44,7 +44,7 @@ class FixedType(nn.Module):
 
 
 @contextmanager
-def verifying(model: nn.Module, loss: Loss = LOSS, **options: Any) -> Iterator[Training]:
+def open_training(model: nn.Module, loss: Loss = LOSS, **options: Any) -> Iterator[Training]:
     plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", **options)
     with Cluster(plan.ranks, backend="loopback") as cluster:
         yield Training(model, plan, cluster, SHAPE, loss=loss)
@@ -55,12 +55,12 @@ def verifying(model: nn.Module, loss: Loss = LOSS, **options: Any) -> Iterator[T
 def test_constants_of_a_loss_follow_to_float64(precision: str):
     """Class weights, numbers and quotients of whole numbers, without a type of their own."""
 
-    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+    def compute_loss(prediction: Tensor, labels: Tensor) -> Tensor:
         share = (labels == 1).sum() / len(labels)
         prediction = prediction * torch.ones(3) + torch.arange(3) / 3 + share
         return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
 
-    with verifying(net(), loss, precision=precision) as training:
+    with open_training(make_net(), compute_loss, precision=precision) as training:
         proof = training.verify()
     assert proof["ok"], proof
     assert proof["dtype"] == "float64"
@@ -69,40 +69,42 @@ def test_constants_of_a_loss_follow_to_float64(precision: str):
 
 def test_one_process_computes_in_float64_whatever_the_type_of_the_ranks():
     """As for the command, whose ranks are in the precision of the plan: constants follow on one side alone."""
-    recipe = prepare(model := net(), Plan(split_size=2, spatial_size=1, slice_method="1x2"), SHAPE, follow_type)
-    proof = run_ranks(recipe.plan.ranks, lambda world: verify(world, recipe, model, follow_type, 0))[0]
+    recipe = prepare(
+        model := make_net(), Plan(split_size=2, spatial_size=1, slice_method="1x2"), SHAPE, compute_loss_of_default_type
+    )
+    proof = run_ranks(recipe.plan.ranks, lambda world: verify(world, recipe, model, compute_loss_of_default_type, 0))[0]
     assert proof["ok"], proof
     assert "cannot compute the model in float64" not in proof.get("why", "")
 
 
-def follow_type(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_loss_of_default_type(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
 
 
 @pytest.mark.nightly
 def test_a_loss_that_casts_to_float32_itself_meets_constants_of_float32():
-    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+    def compute_loss(prediction: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(prediction.float(), labels, weight=torch.tensor([1.0, 3.0, 0.1]))
 
     for precision in ("float32", "float64"):
-        with verifying(net(), loss, precision=precision) as training:
+        with open_training(make_net(), compute_loss, precision=precision) as training:
             proof = training.verify()
         assert proof["ok"], proof
         assert proof["dtype"] == "float64"
 
 
-def fixed_weights(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_loss_of_float32(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1], dtype=torch.float32))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "loss", "precision"),
-    [(net, fixed_weights, "float32"), (FixedType, LOSS, "float32"), (FixedType, LOSS, "bfloat16")],
+    [(make_net, compute_loss_of_float32, "float32"), (FixedType, LOSS, "float32"), (FixedType, LOSS, "bfloat16")],
 )
 def test_what_cannot_follow_is_compared_in_float32_and_said(model: Callable[[], nn.Module], loss: Loss, precision: str):
     data = iter([(torch.randn(SHAPE), torch.tensor([0, 1, 2, 0]))])  # which can be read once
-    with verifying(model(), loss, precision=precision) as training:
+    with open_training(model(), loss, precision=precision) as training:
         proof = training.verify(data)
         assert proof["ok"], proof
         assert proof["dtype"] == "float32"
@@ -122,7 +124,7 @@ def test_a_fault_that_the_rounding_of_float32_does_not_explain(monkeypatch: pyte
                 weight.grad *= 1 + 1e-3
 
     monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
-    with verifying(net(), fixed_weights) as training:
+    with open_training(make_net(), compute_loss_of_float32) as training:
         proof = training.verify()
     assert not proof["ok"]
     assert "This is a fault, not rounding" in proof["why"]
@@ -162,7 +164,7 @@ def test_a_weight_whose_gradient_is_rounding_or_0_in_every_element_is_not_missed
     assert proof["params_rel"] < 1e-10
 
 
-def weigh_classes(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_weighted_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction, labels, weight=torch.tensor([1.0, 3.0, 0.1]))
 
 
@@ -171,7 +173,7 @@ class Blurred(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = net()
+        self.net = make_net()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(functional.conv2d(images, torch.full((3, 1, 3, 3), 0.1), padding=1, groups=3))
@@ -184,7 +186,9 @@ class Scaled(Blurred):
         return self.net(images * torch.full((3, 1, 1), 0.1))
 
 
-@pytest.mark.parametrize(("make", "loss"), [(net, weigh_classes), (Blurred, LOSS), (Scaled, weigh_classes)])
+@pytest.mark.parametrize(
+    ("make", "loss"), [(make_net, compute_weighted_loss), (Blurred, LOSS), (Scaled, compute_weighted_loss)]
+)
 def test_constants_follow_a_plan_of_float64(make: Callable[[], nn.Module], loss: Loss):
     """The training, the comparison and the predictions are those of one process under this default type."""
     plan, model = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64"), make()
@@ -207,13 +211,15 @@ def test_constants_follow_a_plan_of_float64(make: Callable[[], nn.Module], loss:
 @pytest.mark.nightly
 def test_held_out_images_are_judged_with_the_constants_of_the_training():
     images = SyntheticImages(4, SHAPE[2:], classes=3)
-    with verifying(net(), weigh_classes, precision="float64") as training:
+    with open_training(make_net(), compute_weighted_loss, precision="float64") as training:
         history = training.fit(images, progress=False, held_out=images)
-        model = net().double().eval()
+        model = make_net().double().eval()
         model.load_state_dict(training.state_dict())
         pixels = torch.stack([images.part(number, Tile.whole(*SHAPE[2:])) for number in range(4)])
         with use_default_type(torch.float64):
-            wanted = weigh_classes(model(pixels.double()), torch.tensor([images.label(number) for number in range(4)]))
+            wanted = compute_weighted_loss(
+                model(pixels.double()), torch.tensor([images.label(number) for number in range(4)])
+            )
     assert history.epochs[0].held_out.loss == pytest.approx(wanted.item(), rel=1e-10)
 
 
@@ -223,7 +229,7 @@ def test_a_type_that_an_operator_refuses_is_refused_before_a_rank_works():
 
     with (
         pytest.raises(TraceError, match=r"cross_entropy_loss in loss, .* gets tensors of float32 and float64"),
-        verifying(net(), loss),
+        open_training(make_net(), loss),
     ):
         pass
 
