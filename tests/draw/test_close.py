@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from legible import read, unreadable
+from legible import find_unreadable, read
 from torch import nn
 
 from mpi4dl_nb.draw import figure, halo_points, navigation
@@ -45,18 +45,18 @@ class Net(nn.Module):
         return self.head(self.last(self.deep(self.stem(x))).mean((2, 3)))
 
 
-def tiles_of(grid: str) -> Plan:
+def make_tile_plan(grid: str) -> Plan:
     return Plan(split_size=1, slice_method=grid)
 
 
-RECIPE = prepare(Net(), tiles_of("2x2"), SHAPE)
+RECIPE = prepare(Net(), make_tile_plan("2x2"), SHAPE)
 LAST = "conv2d_3"
 
 
 @pytest.mark.parametrize("grid", ["2x2", "1x3", "3x2"])
 def test_fused_layers_read_the_receptive_fields_of_the_last_ones_tile(grid):
     """Two ways that know nothing of each other: windows of fused groups, and the spans of each row and column."""
-    points = HaloLayers(RECIPE.graph, tiles_of(grid)).find_points(0, 8)
+    points = HaloLayers(RECIPE.graph, make_tile_plan(grid)).find_points(0, 8)
     fields, sources = ReceptiveFields(RECIPE.graph), {node.name: node.reads[0] for node in RECIPE.graph.nodes}
     assert [bool(point.computed) for point in points] == [False, *[True] * 4]
     for rank, last in zip(points[0].ranks.ranks, points[0].ranks.grid.cut(*fields.get_size_px(LAST)), strict=True):
@@ -67,11 +67,11 @@ def test_fused_layers_read_the_receptive_fields_of_the_last_ones_tile(grid):
 
 
 def test_what_is_said_to_travel_with_fused_halos_is_what_travels():
-    plan = with_fused_halos(tiles_of("2x2"), 2)
+    plan = with_fused_halos(make_tile_plan("2x2"), 2)
     recipe = prepare(Net(), plan, SHAPE)
     inputs = {"images": torch.rand(SHAPE), "labels": torch.tensor([1])}
 
-    def sent(world: LoopbackWorld) -> int:
+    def count_sent_bytes(world: LoopbackWorld) -> int:
         training = RankTraining(world, recipe)
         events = training.step(training.cut(inputs)).events
         return sum(event.bytes for event in events if event.kind == "halo" and event.phase == "forward")
@@ -79,13 +79,13 @@ def test_what_is_said_to_travel_with_fused_halos_is_what_travels():
     points = HaloLayers(recipe.graph, plan).find_points(0, 2)
     exchanged = [point for point in points if point.exchanges]
     assert all(isinstance(item, Exchange) for point in exchanged for item in point.exchanges.values())
-    for rank, count in enumerate(run_ranks(4, sent)):
+    for rank, count in enumerate(run_ranks(4, count_sent_bytes)):
         assert count == sum(point.count_bytes(point.exchanges[rank].sends) for point in exchanged)
 
 
 @pytest.mark.parametrize("at", [(48, 60), (0, 0), (95, 119), (47, 10)], ids=str)
 def test_the_values_are_those_of_the_picture(at):
-    told = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, zoom=8, at=at).alt
+    told = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, zoom=8, at=at).alt
     rows = re.findall(r"row (\d+): ([\d ,]+)", told.split("Pixel values")[1])
     first = int(re.search(r"from column (\d+) on", told)[1])
     assert at[0] in [int(row) for row, _ in rows]
@@ -97,16 +97,18 @@ def test_the_values_are_those_of_the_picture(at):
 
 def test_each_pixel_is_counted_once():
     """Rows 44 to 51 and columns 56 to 63 of tile 0: 4 x 4 are its own, of the two halos 4 each, and the corner."""
-    told = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, tile=0, zoom=8, at=(48, 60)).alt
+    told = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, tile=0, zoom=8, at=(48, 60)).alt
     assert "16 px are its own, 9 borrowed, 39 not needed" in told
-    told = show_slicing(TISSUE, with_fused_halos(tiles_of("2x2"), 2), RECIPE, "stem.2", tile=0, zoom=8, at=(48, 60)).alt
+    told = show_slicing(
+        TISSUE, with_fused_halos(make_tile_plan("2x2"), 2), RECIPE, "stem.2", tile=0, zoom=8, at=(48, 60)
+    ).alt
     assert "16 px are its own, 20 computed twice, 28 not needed" in told
     assert "this layer's own values are on the ranks only" in told
 
 
 def test_numbers_are_written_in_their_cells():
     """Columns 60 and beyond are lent by tile 1, and are on paper; the others are the tile's own."""
-    axes = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, tile=0, zoom=4, at=(20, 60)).axes[0]
+    axes = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, tile=0, zoom=4, at=(20, 60)).axes[0]
     written = {text.get_position(): text for text in axes.texts if "px" not in text.get_text()}
     for row, col in np.ndindex(4, 4):
         text = written[58.5 + col, 18.5 + row]
@@ -117,7 +119,7 @@ def test_numbers_are_written_in_their_cells():
 
 
 def test_cells_are_pixels():
-    axes = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, tile=0, zoom=4, at=(20, 58)).axes[0]
+    axes = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, tile=0, zoom=4, at=(20, 58)).axes[0]
     assert np.array_equal(axes.images[0].get_array(), TISSUE[18:22, 56:60])
 
 
@@ -125,25 +127,26 @@ def test_cells_are_pixels():
 @pytest.mark.parametrize("zoom", [8, 12, 32, 64])
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_close_views_stay_legible(zoom, layer):
-    for plan in (tiles_of("2x2"), with_fused_halos(tiles_of("2x3"), 2)):
+    for plan in (make_tile_plan("2x2"), with_fused_halos(make_tile_plan("2x3"), 2)):
         figure = show_slicing(TISSUE, plan, RECIPE, layer, 1, zoom=zoom, receptive=(20, 22))
-        assert unreadable(figure) == []
+        assert find_unreadable(figure) == []
         assert "Output pixel (20, 22)" in read(figure)
 
 
 @pytest.mark.nightly
 def test_many_words_stay_on_the_page():
-    plan = with_fused_halos(tiles_of("3x3"), 2)
+    plan = with_fused_halos(make_tile_plan("3x3"), 2)
     graph = prepare(Net(), plan, SHAPE).graph
     points = HaloLayers(graph, plan)
     remarks = (points.describe_fusion(0, 4, 2),)
     view = LayerView(8, (48, 60), points.compute_field(points.select_points(2)[1], 48, 60), remarks)
     for zoomed in (view, replace(view, zoom=None), replace(view, zoom=40)):
-        assert unreadable(draw_slicing(RasterCache(open_image(TISSUE)), points.select_points(2)[0], 4, zoomed)) == []
+        figure = draw_slicing(RasterCache(open_image(TISSUE)), points.select_points(2)[0], 4, zoomed)
+        assert find_unreadable(figure) == []
 
 
 def test_the_framed_field_is_where_it_is():
-    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, LAST, receptive=(23, 29))
+    figure = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, LAST, receptive=(23, 29))
     field = ReceptiveFields(RECIPE.graph).compute_field(LAST, 23, 29).image
     (box, _) = [patch for patch in figure.axes[0].patches if patch.get_zorder() == 8]
     assert (box.get_x(), box.get_y()) == (field.cols.start / 2, field.rows.start / 2)
@@ -152,7 +155,7 @@ def test_the_framed_field_is_where_it_is():
 
 def test_a_picture_is_shrunk_once():
     picture = open_image(TISSUE)
-    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_points()[0]
+    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, make_tile_plan("2x2")).select_points()[0]
     draw_slicing(rasters, point)
     seen = picture.bytes_read
     draw_slicing(rasters, point)
@@ -171,13 +174,13 @@ def test_a_picture_is_shrunk_once():
 )
 def test_what_is_not_there_is_refused(choices, reason):
     with pytest.raises(PlanError, match=reason):
-        show_slicing(TISSUE, tiles_of("2x2"), RECIPE, **choices)
+        show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, **choices)
 
 
 def test_layers_and_fields_are_those_of_a_model():
     for choices in ({"layer": "stem"}, {"receptive": (0, 0)}):
         with pytest.raises(PlanError, match="Give the model too"):
-            show_slicing(TISSUE, tiles_of("2x2"), **choices)
+            show_slicing(TISSUE, make_tile_plan("2x2"), **choices)
 
 
 @pytest.mark.sampled(1)

@@ -78,7 +78,7 @@ def make_load(peak_bytes: int | None) -> RankLoad:
     return RankLoad(10, Traffic(2, 2048), peak_bytes and 300, peak_bytes, halo_bytes=peak_bytes and 100)
 
 
-def test_equal_loads_are_told_once_and_each_rank_names_its_own():
+def test_equal_loads_are_said_once_and_each_rank_names_its_own():
     loads = [make_load(peak) for peak in (400, 1200, 400, 850)]
     groups, of_rank = describe_load_groups(loads, MACHINE)
     assert np.frombuffer(of_rank, "<i4").tolist() == [0, 1, 0, 2]

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import pytest
-from legible import read, unreadable
+from legible import find_unreadable, read
 
 from mpi4dl_nb import show_asynchrony
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony, ReplicaStep, ReplicaStudy
 
 
-def study(mode: str, staleness: tuple[int, ...], losses: tuple[float, ...]) -> ReplicaStudy:
+def make_study(mode: str, staleness: tuple[int, ...], losses: tuple[float, ...]) -> ReplicaStudy:
     turns = tuple(ReplicaStep(n % 3, n, loss, 0.5 * n + 0.5) for n, loss in enumerate(losses))
     return ReplicaStudy(Asynchrony(mode=mode, replicas=3, slow={2: 0.25}), 8, turns, staleness, (), ())
 
 
 STUDIES = (
-    study("synchronous", (0,) * 10, (2.0, 1.5, 1.0, 0.5, 0.25)),
-    study("server", (0, 1, 1, 2, 2, 2, 14), (2.0, 90.0, 0.5, 0.4, 0.3)),
-    study("peers", (1, 1, 3), (2.0, 1.0, 0.5, 0.25, 0.125)),
+    make_study("synchronous", (0,) * 10, (2.0, 1.5, 1.0, 0.5, 0.25)),
+    make_study("server", (0, 1, 1, 2, 2, 2, 14), (2.0, 90.0, 0.5, 0.4, 0.3)),
+    make_study("peers", (1, 1, 3), (2.0, 1.0, 0.5, 0.25, 0.125)),
 )
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("shown", [STUDIES, STUDIES[:2], STUDIES[2], STUDIES[1]], ids=["all", "two", "one", "server"])
 def test_it_is_legible(shown: ReplicaStudy | tuple[ReplicaStudy, ...]) -> None:
-    assert unreadable(show_asynchrony(shown)) == []
+    assert find_unreadable(show_asynchrony(shown)) == []
 
 
 def test_it_says_what_was_seen() -> None:

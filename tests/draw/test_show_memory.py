@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from legible import read, unreadable
+from legible import find_unreadable, read
 from torch import nn
 
 from mpi4dl_nb import Cluster, Training, show_memory
@@ -34,7 +34,7 @@ def traces() -> TraceCache:
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_it_is_legible_and_its_numbers_are_those_of_the_account(plan, traces):
     figure, found = show_memory(plan, traces.get_graph(plan)), predict_plan_memory(traces.get_graph(plan), plan)
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     moment = found.find_peak(found.fullest)
     assert f"The fullest rank holds {format_bytes(found.peak_bytes)}" in read(figure)
     assert moment.words in figure.alt
@@ -52,7 +52,7 @@ def test_the_limit_is_a_line_and_a_word(traces):
         figure = show_memory(plan, traces.get_graph(plan), machine=Machine("small", "made up", {}, memory_bytes=room))
         assert f"of the {format_bytes(room)} that it may use: {said}." in figure.alt
         assert f"a rank may use {format_bytes(room)}" in read(figure)
-        assert unreadable(figure) == []
+        assert find_unreadable(figure) == []
     far = show_memory(plan, resnet20_v1(), SHAPE, "Summit")
     assert "of the 16.0 GB that it may use: it fits." in far.alt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from legible import read, unreadable
+from legible import find_unreadable, read
 
 from mpi4dl_nb.draw.monitor import (
     COMMUNICATES,
@@ -39,7 +39,7 @@ LOSSES, SPEEDS = (2.0, 1.0, 0.5, 0.4, 0.3, 0.25), (4.0, 5.0, 6.0, 6.0, 6.0, 2.5)
 RUNNING = Progress(PLAN, "running", True, 12, LOSSES, SPEEDS, LAST, (EPOCH,), (3,), REPORTS, 75.0, 3725.0, 2)
 
 
-def shares(figure) -> dict[str, list[float]]:
+def read_time_shares(figure) -> dict[str, list[float]]:
     """Each look's bars of the time: start and end, rank by rank."""
     found = {}
     for bars in figure.axes[2].containers:
@@ -48,7 +48,7 @@ def shares(figure) -> dict[str, list[float]]:
 
 
 def test_bars_are_as_long_as_what_they_tell():
-    found = shares(show_progress(RUNNING))
+    found = read_time_shares(show_progress(RUNNING))
     assert found[WORKS.name] == pytest.approx([0, 0.5, 0, 0.25, 0, 0.9])
     assert found[COMMUNICATES.name] == pytest.approx([0.5, 0.8, 0.25, 0.5, 0.9, 0.92])
     assert found[WAITS.name] == pytest.approx([0.8, 1, 0.5, 1, 0.92, 1])
@@ -57,7 +57,7 @@ def test_bars_are_as_long_as_what_they_tell():
 
 def test_what_is_neither_work_nor_waiting_is_shown_too():
     idle = replace(RUNNING, reports=[report(0, 1.0, 0.0, 0.0), report(1, 0.25, 0.25, 0.25), report(2, 1.0, 0.0, 0.0)])
-    assert shares(show_progress(idle))[OTHER.name] == pytest.approx([0.75, 1])
+    assert read_time_shares(show_progress(idle))[OTHER.name] == pytest.approx([0.75, 1])
     assert "25%" in format_tables_html(idle)
 
 
@@ -84,7 +84,7 @@ def test_a_judgement_gone_wild_does_not_flatten_the_losses():
     figure = show_progress(replace(RUNNING, epochs=(wild,)))
     assert figure.axes[0].get_ylim()[1] < 3
     assert "1e+28" in format_tables_html(replace(RUNNING, epochs=(wild,)))
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
 
 
 def test_many_steps_are_means_of_neighbours():
@@ -105,7 +105,7 @@ def test_the_alt_text_has_the_numbers():
     )
 
 
-def test_the_numbers_are_told_in_words():
+def test_the_numbers_are_said_in_words():
     html = format_progress_html(RUNNING) + format_tables_html(RUNNING)
     step = ("<b>running</b>", "epoch 1, step 6 of 12", "loss 0.25", "2.50 images/s", "waiting for images 25%")
     times = ("1:15 so far", "about 1:02:05 left", "2 bad images left out", 'value="6" max="12"')
@@ -125,8 +125,8 @@ def test_ranks_that_are_threads_have_one_memory():
 def test_it_can_be_read(ranks: int):
     plan = Plan(split_size=1, slice_method=f"1x{ranks}")
     reports = [report(rank, 0.4, 0.3, 0.3) for rank in range(ranks)]
-    assert unreadable(show_progress(replace(RUNNING, plan=plan, reports=reports))) == []
-    assert unreadable(show_progress(Progress(plan))) == []
+    assert find_unreadable(show_progress(replace(RUNNING, plan=plan, reports=reports))) == []
+    assert find_unreadable(show_progress(Progress(plan))) == []
 
 
 def test_before_the_first_step_it_says_so():

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from legible import read, unreadable
+from legible import find_unreadable, read
 
 from mpi4dl_nb import show_ranks
 from mpi4dl_nb.draw.rank_map import draw_ranks
@@ -35,7 +35,7 @@ PLANS = [
 ]
 
 
-def cells(figure) -> list[tuple[float, float, int]]:
+def find_rank_positions(figure) -> list[tuple[float, float, int]]:
     """Where each rank's name stands, from above and from the left."""
     found = [(text.get_position(), text.get_text().removeprefix("rank ")) for text in figure.axes[0].texts]
     return [(round(y, 3), round(x, 3), int(name)) for (x, y), name in found if name.isdecimal()]
@@ -44,18 +44,18 @@ def cells(figure) -> list[tuple[float, float, int]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_it_is_legible(plan: Plan):
-    assert unreadable(draw_ranks(plan)) == []
+    assert find_unreadable(draw_ranks(plan)) == []
 
 
 @pytest.mark.parametrize("plan", [Plan(), ALL], ids=lambda plan: plan.summary)
 def test_every_rank_is_named_as_often_as_it_has_a_role(plan: Plan):
     roles = Counter({rank: len(roles) for rank, roles in enumerate(Layout.of(plan).roles)})
-    assert Counter(rank for _, _, rank in cells(draw_ranks(plan))) == roles
+    assert Counter(rank for _, _, rank in find_rank_positions(draw_ranks(plan))) == roles
 
 
 def test_tiles_stand_in_their_grid_and_copies_below_each_other():
     rows = {}
-    for y, x, rank in sorted(cells(draw_ranks(Plan(split_size=1, slice_method="2x3", data_parallel=2)))):
+    for y, x, rank in sorted(find_rank_positions(draw_ranks(Plan(split_size=1, slice_method="2x3", data_parallel=2)))):
         rows.setdefault(y, []).append((x, rank))
     assert [[rank for _, rank in sorted(row)] for row in rows.values()] == [
         [0, 1, 2],
@@ -66,7 +66,7 @@ def test_tiles_stand_in_their_grid_and_copies_below_each_other():
     assert len({tuple(x for x, _ in sorted(row)) for row in rows.values()}) == 1
 
 
-def test_the_mirrored_copy_is_told_and_hatched():
+def test_the_mirrored_copy_is_named_and_hatched():
     plan = Plan(split_size=3, spatial_size=0, bidirectional=True)
     figure = draw_ranks(plan)
     assert "replica 0, mirrored: stage 0 on rank 2, stage 1 on rank 1, stage 2 on rank 0" in figure.alt
@@ -96,14 +96,14 @@ def test_the_numbers_are_those_of_ranks_at_work():
     count = SHAPE[0] * plan.batches
     batch = {"images": torch.randn(count, *SHAPE[1:]), "labels": torch.zeros(count, dtype=torch.int64)}
 
-    def weighed(world) -> tuple[int, int]:
+    def count_bytes(world) -> tuple[int, int]:
         training = RankTraining(world, recipe)
         report = training.step(training.cut(batch))
         owned = [*training.weights.values(), *training.buffers.values()]
         return sum(tensor.nbytes for tensor in owned), sum(event.bytes for event in report.events)
 
     loads = [count_load(program, recipe.graph, plan) for program in compile_plan(recipe.graph, plan)]
-    for load, (weights, sent) in zip(loads, run_ranks(plan.ranks, weighed), strict=True):
+    for load, (weights, sent) in zip(loads, run_ranks(plan.ranks, count_bytes), strict=True):
         assert load.weight_bytes == weights
         assert load.sent.bytes == pytest.approx(sent, rel=1e-3)
 

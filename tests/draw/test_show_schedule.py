@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from legible import read, unreadable
+from legible import find_unreadable, read
 
 import mpi4dl_nb
 from mpi4dl_nb.draw.timeline import SLOTS, show_schedule
@@ -14,21 +14,23 @@ from mpi4dl_nb.engines.plan.make_schedule import make_schedule
 from mpi4dl_nb.engines.plan.schedule import ActionKind, Batch, Schedule
 
 
-def line(ranks: int, per_rank: int = 1) -> list[tuple[int, ...]]:
+def make_line(ranks: int, per_rank: int = 1) -> list[tuple[int, ...]]:
     return [(stage % ranks,) for stage in range(ranks * per_rank)]
 
 
-def numbered(first: int, count: int) -> tuple[int, ...]:
+def make_numbers(first: int, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
 GEMS = make_schedule("gems", [[(0, 1), (2,)], [(2, 1), (0,)]], [Batch(0, (0, 1)), Batch(1, (2, 3))])
-SPLIT = make_schedule("zero_bubble", [line(3), line(3)[::-1]], [Batch(0, numbered(0, 4)), Batch(1, numbered(4, 4))])
-LOOPED = make_schedule("interleaved", [line(2, 2)], [Batch(0, numbered(0, 4))])
-LONG = make_schedule("1f1b", [line(20)], [Batch(0, numbered(0, 40))])
+SPLIT = make_schedule(
+    "zero_bubble", [make_line(3), make_line(3)[::-1]], [Batch(0, make_numbers(0, 4)), Batch(1, make_numbers(4, 4))]
+)
+LOOPED = make_schedule("interleaved", [make_line(2, 2)], [Batch(0, make_numbers(0, 4))])
+LONG = make_schedule("1f1b", [make_line(20)], [Batch(0, make_numbers(0, 40))])
 
 
-def bars(figure) -> dict[tuple[int, str], list[tuple[float, float]]]:
+def read_bars(figure) -> dict[tuple[int, str], list[tuple[float, float]]]:
     """Starts and stops by rank and the legend's name."""
     drawn = defaultdict(list)
     for patch in figure.axes[0].patches:
@@ -46,24 +48,24 @@ def test_every_slot_is_drawn_where_it_is(made: Schedule):
         for slot in lane:
             look = SLOTS[slot.work.kind, slot.work.direction == 1]
             expected[rank, look.name].append((slot.start, slot.stop))
-    assert bars(show_schedule(made)) == expected
+    assert read_bars(show_schedule(made)) == expected
 
 
-def written(figure) -> list[str]:
+def read_texts(figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
 
 def test_what_stands_in_the_bars_is_what_stands_in_the_picture():
     expected = [GEMS.format_action(work) for rank in range(GEMS.ranks) for work in GEMS.get_actions(rank)]
-    assert written(show_schedule(GEMS)) == expected
+    assert read_texts(show_schedule(GEMS)) == expected
     assert {"F0", "B1", "f2", "b3"} <= set(expected)
 
 
 def test_names_give_way_to_numbers_and_numbers_to_nothing():
-    assert written(show_schedule(SPLIT))[:3] == ["F0", "F1", "F2"]
-    longer = make_schedule("interleaved", [line(4, 2)], [Batch(0, numbered(0, 8))])
-    assert written(show_schedule(longer))[:4] == ["0", "1", "2", "3"]
-    assert written(show_schedule(LONG)) == []
+    assert read_texts(show_schedule(SPLIT))[:3] == ["F0", "F1", "F2"]
+    longer = make_schedule("interleaved", [make_line(4, 2)], [Batch(0, make_numbers(0, 8))])
+    assert read_texts(show_schedule(longer))[:4] == ["0", "1", "2", "3"]
+    assert read_texts(show_schedule(LONG)) == []
 
 
 def test_the_alt_text_has_the_numbers():
@@ -84,7 +86,7 @@ def test_the_rows_say_it_too():
 
 
 def test_a_part_of_the_ranks_may_idle_more():
-    made = make_schedule("1f1b", [line(2), [(1,)]], [Batch(0, (0,)), Batch(1, (1,))])
+    made = make_schedule("1f1b", [make_line(2), [(1,)]], [Batch(0, (0,)), Batch(1, (1,))])
     assert [made.compute_idle_share(rank) for rank in (0, 1)] == [0.5, 0.0]
     assert made.idle_share == 0.25
 
@@ -97,12 +99,12 @@ def test_kinds_differ_in_colour_and_in_hatch():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", [GEMS, SPLIT, LOOPED, LONG], ids=lambda made: made.name)
 def test_no_text_lies_on_another(made):
-    assert unreadable(show_schedule(made)) == []
+    assert find_unreadable(show_schedule(made)) == []
 
 
 def test_no_work_is_no_drawing():
     with pytest.raises(PlanError, match="holds no work"):
-        show_schedule(make_schedule("1f1b", [line(2)], []))
+        show_schedule(make_schedule("1f1b", [make_line(2)], []))
 
 
 def test_a_notebook_has_it():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from legible import read, unreadable
+from legible import find_unreadable, read
 
 from mpi4dl_nb import (
     capabilities,
@@ -39,7 +39,7 @@ def found():
 @pytest.mark.nightly
 def test_each_cell_says_what_fits_and_how_fast_it_is(found):
     figure = show_capabilities(found)
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     words = read(figure)
     for size in found.by_size:
         assert f"{size:,}" in words
@@ -58,7 +58,7 @@ def test_each_cell_says_what_fits_and_how_fast_it_is(found):
 def test_all_sizes_of_the_usual_picture_have_room(found):
     sizes = (256, 512, 1024, 2048, 4096, 8192, 16384)
     wide = replace(found, by_size=dict.fromkeys(sizes, found.by_size[128]))
-    assert unreadable(show_capabilities(wide)) == []
+    assert find_unreadable(show_capabilities(wide)) == []
 
 
 @pytest.mark.nightly
@@ -68,7 +68,7 @@ def test_scaling_has_speeds_efficiencies_and_shares():
     weak = scaling(MODEL, SMALL, grids, (1, 3, 32, 32), "weak")
     for studies in (strong, {"replicas": strong}, {"replicas": strong, "tiles": weak}):
         figure = show_scaling(studies)
-        assert unreadable(figure) == []
+        assert find_unreadable(figure) == []
         for point in strong.points:
             rate, efficiency = format_number(point.images_per_s), format_percent(strong.compute_efficiency(point))
             assert f"{rate} images/s, efficiency {efficiency}" in figure.alt
@@ -88,14 +88,14 @@ def test_limits_are_bars_with_their_numbers():
     limits.append(largest_image(MODEL, ONE, SMALL, step_px=32, rank_bytes=100))
     limits.append(largest_image(MODEL, ONE, SMALL, step_px=32, most_px=64))
     figure = show_limits(limits, "a small machine")
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     for each in limits[:2]:
         said = f"{each.size_px:,} px: {format_bytes(each.bytes)} of 2.0 MB"
         assert said in figure.alt
         assert said in read(figure)
     assert "none fits: 32 px need" in read(figure)
     assert "no larger one was tried" in read(figure)
-    assert unreadable(show_limits([replace(limits[-1], size_px=40960)] * 3, "a small machine")) == []
+    assert find_unreadable(show_limits([replace(limits[-1], size_px=40960)] * 3, "a small machine")) == []
     assert describe_plan(plans[1]) in read(figure)
     with pytest.raises(PlanError, match="no limit to show"):
         show_limits([])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legible import read, unreadable
+from legible import find_unreadable, read
 from torch import nn
 
 from mpi4dl_nb import show_traffic
@@ -43,7 +43,7 @@ def test_it_tells_what_the_busiest_rank_sends(figure):
 
 @pytest.mark.nightly
 def test_it_is_legible(figure):
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
 
 
 def test_a_loss_of_other_labels_is_traced_once_for_all_plans(monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
-from legible import read, unreadable
+from legible import find_unreadable, read
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
@@ -56,11 +56,11 @@ class Net(nn.Module):
         return self.head(self.point(self.deep(self.pool(self.stem(x)))).mean((2, 3)))
 
 
-def tiles_of(grid: str) -> Plan:
+def make_tile_plan(grid: str) -> Plan:
     return Plan(split_size=1, slice_method=grid)
 
 
-RECIPE = prepare(Net(), tiles_of("2x2"), (1, 3, *TISSUE.shape[:2]))
+RECIPE = prepare(Net(), make_tile_plan("2x2"), (1, 3, *TISSUE.shape[:2]))
 
 
 def exchange_of(plan: Plan, layer: str, rank: int) -> Exchange:
@@ -71,7 +71,7 @@ def exchange_of(plan: Plan, layer: str, rank: int) -> Exchange:
     return found
 
 
-def travels(exchange: Exchange, move: Move) -> str:
+def describe_move(exchange: Exchange, move: Move) -> str:
     """What should be said of a move, from a tensor such as the one that travels."""
     shape = list(exchange.shape)
     shape[exchange.axes[0]], shape[exchange.axes[1]] = move.tile.shape
@@ -79,49 +79,49 @@ def travels(exchange: Exchange, move: Move) -> str:
     return f"from rank {move.source}: {shape[-2]} × {shape[-1]} px, {format_bytes(sent.nbytes)}"
 
 
-def tinted(axes: Axes) -> set[tuple[float, ...]]:
+def find_tinted(axes: Axes) -> set[tuple[float, ...]]:
     """The rectangles with a tint, in the colour of an owner."""
-    return frames([patch for patch in axes.patches if patch.get_facecolor()[3] == TINT])
+    return collect_frames([patch for patch in axes.patches if patch.get_facecolor()[3] == TINT])
 
 
-def frames(patches: list[Rectangle]) -> set[tuple[float, ...]]:
+def collect_frames(patches: list[Rectangle]) -> set[tuple[float, ...]]:
     return {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in patches}
 
 
-def corners(tile: Tile) -> tuple[int, ...]:
+def get_frame(tile: Tile) -> tuple[int, ...]:
     return tile.cols.start, tile.rows.start, len(tile.cols), len(tile.rows)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("grid", "layer"), CASES)
 def test_what_is_said_is_what_the_program_moves(grid, layer):
-    plan = tiles_of(grid)
+    plan = make_tile_plan(grid)
     for tile in (0, plan.ranks // 2):
         exchange = exchange_of(plan, layer, tile)
         figure = show_slicing(TISSUE, plan, RECIPE, layer, tile)
         rows, cols = exchange.own.shape
         for told in (read(figure), figure.alt):
             assert f"Tile {tile} (rank {tile}) owns {rows} × {cols} px" in told
-            assert all(travels(exchange, move) in told for move in exchange.receives)
+            assert all(describe_move(exchange, move) in told for move in exchange.receives)
             assert len(re.findall(r"from rank \d+: ", told)) == len(exchange.receives)
 
 
 @pytest.mark.parametrize("layer", READS)
 def test_what_is_tinted_is_what_the_program_borrows(layer):
-    plan = tiles_of("2x3")
+    plan = make_tile_plan("2x3")
     exchange = exchange_of(plan, layer, 4)
     _, zoom = show_slicing(TISSUE, plan, RECIPE, layer, 4).axes
-    assert tinted(zoom) == {corners(move.tile) for move in exchange.receives}
+    assert find_tinted(zoom) == {get_frame(move.tile) for move in exchange.receives}
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", READS)
 def test_what_is_outlined_is_what_the_ranks_own(layer):
-    plan = tiles_of("2x3")
+    plan = make_tile_plan("2x3")
     main, *_ = show_slicing(TISSUE, plan, RECIPE, layer).axes
     outlines = [patch for patch in main.patches if isinstance(patch, Rectangle) and not patch.get_fill()]
     for rank in range(plan.ranks):
-        col, row, width, height = corners(exchange_of(plan, layer, rank).own)
+        col, row, width, height = get_frame(exchange_of(plan, layer, rank).own)
         gap = 0.005 * max(exchange_of(plan, layer, rank).shape[-2:])
         expected = (col + gap, row + gap, width - 2 * gap, height - 2 * gap)
         drawn = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in outlines]
@@ -129,7 +129,7 @@ def test_what_is_outlined_is_what_the_ranks_own(layer):
 
 
 def test_the_bytes_are_those_that_the_ranks_sent():
-    plan = tiles_of("2x2")
+    plan = make_tile_plan("2x2")
     inputs = {"images": torch.rand(1, 3, *TISSUE.shape[:2]), "labels": torch.tensor([1])}
 
     def step(world: LoopbackWorld) -> tuple[TimelineEvent, ...]:
@@ -146,20 +146,20 @@ def test_the_bytes_are_those_that_the_ranks_sent():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("grid", "layer"), CASES)
 def test_no_text_lies_on_another(grid, layer):
-    assert unreadable(show_slicing(TISSUE, tiles_of(grid), RECIPE, layer)) == []
-    assert unreadable(show_slicing(TISSUE, tiles_of(grid))) == []
+    assert find_unreadable(show_slicing(TISSUE, make_tile_plan(grid), RECIPE, layer)) == []
+    assert find_unreadable(show_slicing(TISSUE, make_tile_plan(grid))) == []
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(40, 120), (96, 24), (18, 18)], ids=str)
 def test_pictures_of_any_shape_stay_legible(shape):
     part = TISSUE[: shape[0], : shape[1]]
-    assert unreadable(show_slicing(part, tiles_of("2x2"), Net(), "deep")) == []
+    assert find_unreadable(show_slicing(part, make_tile_plan("2x2"), Net(), "deep")) == []
 
 
 @pytest.mark.parametrize(("grid", "most_lenders"), [("2x2", 0), ("1x3", 1), ("2x3", 1), ("3x3", 4)])
 def test_the_tile_with_most_lenders_is_shown(grid, most_lenders):
-    figure = show_slicing(TISSUE, tiles_of(grid), RECIPE)
+    figure = show_slicing(TISSUE, make_tile_plan(grid), RECIPE)
     assert f"Tile {most_lenders} (rank {most_lenders}) owns" in figure.alt
 
 
@@ -168,11 +168,11 @@ def test_the_tile_with_most_lenders_is_shown(grid, most_lenders):
     [(None, "stem.0"), ("deep", "deep.0"), ("deep.0", "deep.0"), (1, "pool"), ("conv2d_1", "deep.0")],
 )
 def test_a_layer_is_found_by_module_number_or_operator(layer, name):
-    assert find_point(find_halo_points(RECIPE.graph, tiles_of("2x2")), layer).name == name
+    assert find_point(find_halo_points(RECIPE.graph, make_tile_plan("2x2")), layer).name == name
 
 
 def test_deep_layers_are_in_their_own_pixels():
-    main, zoom = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep").axes
+    main, zoom = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, "deep").axes
     assert (main.get_xlim(), main.get_ylim()) == ((0, 60), (48, 0))
     assert main.get_xlabel() == "column, px of this layer"
     assert "2 px" in [text.get_text() for text in zoom.texts]
@@ -195,19 +195,19 @@ def test_a_mirrored_copy_of_the_model_changes_no_halo(split):
 
 def test_all_windows_back_to_the_picture_are_a_figure_too():
     """The last output row of the tile, 23, reads rows up to 25 of the pool, 51 of the stem and 52 of the picture."""
-    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep", 0, reading="picture")
+    figure = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, "deep", 0, reading="picture")
     assert "cumulative halo of layer deep.0 (conv2d), in the picture" in read(figure)
     assert "0 above, 5 below, 0 left, 5 right" in figure.alt
     assert "of rank 3: 5 × 5 px" in figure.alt
     assert figure.axes[0].get_xlabel() == "column, px of the picture"
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     with pytest.raises(PlanError, match="Did you mean 'picture'"):
-        show_slicing(TISSUE, tiles_of("2x2"), RECIPE, reading="pictur")
+        show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, reading="pictur")
 
 
-def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
+def test_what_lies_beyond_the_edge_is_described_as_it_is_filled():
     """MPI4DL pads max-pools with 0, which is wrong for negative activations; the figure shows what we do."""
-    plan = tiles_of("3x3")
+    plan = make_tile_plan("3x3")
     assert "reads 0, which is padding" in show_slicing(TISSUE, plan, RECIPE, "stem", 0).alt
     assert "which is padding" not in show_slicing(TISSUE, plan, RECIPE, "stem", 4).alt
     assert "reads -inf, which is padding" in show_slicing(TISSUE, plan, RECIPE, "pool", 1).alt
@@ -217,13 +217,13 @@ def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
 def test_wide_halos_are_tinted_in_the_picture_too():
     """Those of the other tiles are only dotted: tinted alike, nobody could tell whose halo is whose."""
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
-    plan, wide = tiles_of("1x2"), nn.Sequential(nn.Conv2d(3, 2, 31, padding=15), *head)
+    plan, wide = make_tile_plan("1x2"), nn.Sequential(nn.Conv2d(3, 2, 31, padding=15), *head)
     figure = show_slicing(TISSUE, plan, wide)
-    assert tinted(figure.axes[0]) == {(60, 0, 15, 96)}
+    assert find_tinted(figure.axes[0]) == {(60, 0, 15, 96)}
     dotted = [patch for patch in figure.axes[0].patches if patch.get_hatch() == OTHER_HALO["hatch"]]
-    assert frames(dotted) == {(45, 0, 15, 96)}
+    assert collect_frames(dotted) == {(45, 0, 15, 96)}
     assert "halos of the other tiles" in read(figure)
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
 
 
 def test_the_tiles_of_a_later_stage_have_that_stages_ranks():
@@ -242,7 +242,7 @@ def test_without_a_model_there_are_only_tiles():
 
 def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
     """A bare matplotlib Figure would show as its name only."""
-    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE)
+    figure = show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE)
     shown, _ = DisplayFormatter().format(figure)
     assert set(shown) == {"text/plain", "text/html"}
     assert shown["text/html"].count("<img") == 1
@@ -265,7 +265,7 @@ def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
 )
 def test_what_is_not_there_is_refused(choices, reason):
     with pytest.raises(PlanError, match=reason):
-        show_slicing(TISSUE, tiles_of("2x2"), RECIPE, **choices)
+        show_slicing(TISSUE, make_tile_plan("2x2"), RECIPE, **choices)
 
 
 def test_a_plan_without_tiles_has_no_halos():
@@ -275,7 +275,7 @@ def test_a_plan_without_tiles_has_no_halos():
 
 def test_a_model_traced_at_another_size_is_refused():
     with pytest.raises(ImageError, match=r"images of 96 x 120 px, but picture has 96 x 96"):
-        show_slicing(TISSUE[:, :96], tiles_of("2x2"), RECIPE)
+        show_slicing(TISSUE[:, :96], make_tile_plan("2x2"), RECIPE)
 
 
 @pytest.mark.nightly
@@ -287,25 +287,25 @@ def test_the_examples_run():
 @pytest.mark.parametrize(("reads", "bar_px"), [("stem", 20), ("deep", 10)])
 def test_a_picture_that_knows_its_scale_has_a_bar_of_its_length(reads, bar_px):
     picture = ArrayPicture("slide", TISSUE)
-    assert not find_bars(show_slicing(picture, tiles_of("2x2"), RECIPE))
+    assert not find_bars(show_slicing(picture, make_tile_plan("2x2"), RECIPE))
     picture.microns_per_px = 0.5  # the bar: 10 µm, of 60 µm across; the deep layer has half as many pixels
     for zoom, at in ((None, None), (bar_px * 6, (0, 0))):
-        (bar,) = find_bars(show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads, zoom=zoom, at=at))
+        (bar,) = find_bars(show_slicing(picture, make_tile_plan("2x2"), RECIPE, layer=reads, zoom=zoom, at=at))
         assert bar.txt_label.get_text() == "10 µm"
         (length,) = bar.size_bar.get_children()
         assert length.get_width() == pytest.approx(bar_px)
-    (bar,) = find_bars(show_slicing(picture, tiles_of("2x2")))
+    (bar,) = find_bars(show_slicing(picture, make_tile_plan("2x2")))
     assert bar.txt_label.get_text() == "10 µm"
-    figure = show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads)
+    figure = show_slicing(picture, make_tile_plan("2x2"), RECIPE, layer=reads)
     assert {"stem": "1 px\n0.5 µm", "deep": "2 px\n2 µm"}[reads] in {text.get_text() for text in figure.axes[1].texts}
     picture.microns_per_px = 0.4994
-    assert unreadable(show_slicing(picture, tiles_of("2x2"), RECIPE, layer=reads)) == []
+    assert find_unreadable(show_slicing(picture, make_tile_plan("2x2"), RECIPE, layer=reads)) == []
 
 
 def test_a_scale_bar_of_any_rounding():
     picture = ArrayPicture("slide", np.zeros((81, 81, 3), np.uint8))
     picture.microns_per_px = 0.1
-    (bar,) = find_bars(show_slicing(picture, tiles_of("1x1"), zoom=4))
+    (bar,) = find_bars(show_slicing(picture, make_tile_plan("1x1"), zoom=4))
     assert bar.txt_label.get_text() == "0.1 µm"
 
 
@@ -313,8 +313,8 @@ def test_micrometres_where_strides_differ_by_axis():
     picture = ArrayPicture("slide", np.zeros((64, 128, 3), np.uint8))
     picture.microns_per_px = 0.5
     net = nn.Sequential(nn.Conv2d(3, 4, 3, (2, 1), 1), nn.Conv2d(4, 4, 3, padding=1))
-    assert "1 right (up to 0.5 µm of the picture)" in show_slicing(picture, tiles_of("1x2"), net, layer=1).alt
-    assert "1 below, 0 left, 0 right (up to 1 µm" in show_slicing(picture, tiles_of("2x1"), net, layer=1).alt
+    assert "1 right (up to 0.5 µm of the picture)" in show_slicing(picture, make_tile_plan("1x2"), net, layer=1).alt
+    assert "1 below, 0 left, 0 right (up to 1 µm" in show_slicing(picture, make_tile_plan("2x1"), net, layer=1).alt
 
 
 def find_bars(figure) -> list[AnchoredSizeBar]:

@@ -66,7 +66,7 @@ def test_fills_that_are_infinite_do_not_take_the_scale(stepping: StepDebugger):
     json.dumps(frame.meta, allow_nan=False)
 
 
-def test_sums_are_told_with_their_ranks(stepping: StepDebugger):
+def test_sums_are_listed_with_their_ranks(stepping: StepDebugger):
     stepping.restart()
     stepping.until(kind="all-reduce", phase="forward")
     (told,) = pack_frame(stepping.view(), "step").meta["sums"]

@@ -13,7 +13,7 @@ from mpi4dl_nb import Cluster, Plan, Training, show_step
 from mpi4dl_nb.draw.stepper import format_step_label
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.training.step_debugger import StepDebugger
-from tests.draw.legible import read, unreadable
+from tests.draw.legible import find_unreadable, read
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", parts=2, schedule="1f1b", balance=(6, 5))
 IMAGES = torch.randn(4, 3, 48, 64, generator=torch.Generator().manual_seed(0))
@@ -27,47 +27,47 @@ def stepping() -> Iterator[StepDebugger]:
         yield training.stepping(IMAGES, torch.tensor([1, 2, 3, 4]))
 
 
-def at_start(stepping: StepDebugger) -> None:
+def go_to_start(stepping: StepDebugger) -> None:
     stepping.restart()
 
 
-def at_halo(stepping: StepDebugger) -> None:
+def go_to_halo(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(layer="blocks.1", kind="halo")
 
 
-def at_moments(stepping: StepDebugger) -> None:
+def go_to_moments(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(kind="all-reduce")
 
 
-def at_joint(stepping: StepDebugger) -> None:
+def go_to_joint(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(kind="stage", rank=4)
 
 
-def at_return(stepping: StepDebugger) -> None:
+def go_to_return(stepping: StepDebugger) -> None:
     stepping.restart()
     stepping.until(kind="halo", phase="backward")
 
 
-def at_end(stepping: StepDebugger) -> None:
+def go_to_end(stepping: StepDebugger) -> None:
     stepping.finish()
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("go", [at_start, at_halo, at_moments, at_joint, at_return, at_end])
+@pytest.mark.parametrize("go", [go_to_start, go_to_halo, go_to_moments, go_to_joint, go_to_return, go_to_end])
 def test_all_that_is_written_can_be_read(stepping, go):
     go(stepping)
     figure = show_step(stepping)
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     for rank in stepping.event.ranks:
         assert f"Rank {rank.rank} ({rank.role}) did {format_step_label(rank.did, 'nothing yet')}" in figure.alt
 
 
 @pytest.mark.nightly
 def test_a_halo_is_shown_with_its_values(stepping):
-    at_halo(stepping)
+    go_to_halo(stepping)
     view, figure = stepping.view(channel=3), show_step(stepping, channel=3, message=1)
     transfer, landed = view.landed[1]
     text = read(figure)
@@ -82,7 +82,7 @@ def test_a_halo_is_shown_with_its_values(stepping):
 
 
 def test_before_the_first_instruction_the_images_are_seen(stepping):
-    at_start(stepping)
+    go_to_start(stepping)
     (images,) = stepping.view().groups
     assert [panel.rank for panel in images.panels] == [0, 1, 2, 3]
     assert torch.equal(images.panels[3].seen.pixels.float(), IMAGES[0, 0, 24:, 32:])
@@ -90,16 +90,16 @@ def test_before_the_first_instruction_the_images_are_seen(stepping):
 
 
 def test_tiles_lie_beside_each_other(stepping):
-    at_start(stepping)
+    go_to_start(stepping)
     left, right = (next(a for a in show_step(stepping).axes if a.get_title() == f"rank {rank}") for rank in (0, 1))
     sides = [axes.get_position(original=True) for axes in (left, right)]
     assert 0 < sides[1].x0 - sides[0].x1 < 0.06  # of the figure: they read as one picture
 
 
 def test_what_has_no_image_says_why_once(stepping):
-    at_end(stepping)
+    go_to_end(stepping)
     assert "The weights have moved" in read(show_step(stepping))
-    at_start(stepping)
+    go_to_start(stepping)
     stepping.phase()
     stepping.phase()
     stepping.until(kind="all-reduce", phase="update")
@@ -109,7 +109,7 @@ def test_what_has_no_image_says_why_once(stepping):
 
 
 def test_one_value_has_one_scale_on_all_ranks(stepping):
-    at_halo(stepping)
+    go_to_halo(stepping)
     figure, view = show_step(stepping), stepping.view()
     images = [image for axes in figure.axes for image in axes.get_images() if "rank" in axes.get_title()]
     assert len(images) == 4
@@ -121,7 +121,7 @@ def test_one_value_has_one_scale_on_all_ranks(stepping):
 
 
 def test_the_bars_move_along_the_schedule(stepping):
-    at_start(stepping)
+    go_to_start(stepping)
     times = [[rank.time for rank in stepping.event.ranks]]
     while not stepping.done:
         stepping.micro_batch()
@@ -133,7 +133,7 @@ def test_the_bars_move_along_the_schedule(stepping):
 
 
 def test_large_pictures_are_sent_as_means(stepping):
-    at_halo(stepping)
+    go_to_halo(stepping)
     view = stepping.view(bound_px=8)
     whole = stepping.view()
     for small, full in zip(view.groups[0].panels, whole.groups[0].panels, strict=True):

@@ -10,7 +10,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from legible import read, unreadable
+from legible import find_unreadable, read
 from matplotlib.patches import PathPatch
 from torch import nn
 
@@ -27,7 +27,7 @@ PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
 TILES = Plan(split_size=1, slice_method="1x2")
 
 
-def event(
+def make_event(
     rank: int, kind: str, start_s: float, end_s: float, phase: str = "forward", wait_s: float = 0.0, number: int = 0
 ) -> TimelineEvent:
     return TimelineEvent(rank, f"{kind}1", kind, phase, number, start_s, end_s, 0, wait_s)
@@ -35,11 +35,11 @@ def event(
 
 TWO_RANKS = Timeline(
     (
-        event(0, "compute", 5.0, 5.5),
-        event(0, "halo", 5.5, 5.6),
-        event(0, "compute", 5.7, 6.0, "backward"),
-        event(1, "stage", 5.0, 5.8),
-        event(1, "update", 5.8, 6.0, "update"),
+        make_event(0, "compute", 5.0, 5.5),
+        make_event(0, "halo", 5.5, 5.6),
+        make_event(0, "compute", 5.7, 6.0, "backward"),
+        make_event(1, "stage", 5.0, 5.8),
+        make_event(1, "update", 5.8, 6.0, "update"),
     )
 )
 
@@ -61,18 +61,18 @@ def measured() -> Timeline:
 
 PIPELINE = Timeline(
     (
-        event(0, "compute", 1.0, 1.3),
-        event(0, "stage", 1.3, 1.7, "backward", 0.35),
-        event(0, "compute", 1.7, 2.0, "backward"),
-        event(1, "stage", 1.0, 1.35, wait_s=0.3),
-        event(1, "compute", 1.35, 1.5),
-        event(1, "compute", 1.5, 1.65, "backward"),
-        event(1, "stage", 1.65, 1.7, "backward"),
+        make_event(0, "compute", 1.0, 1.3),
+        make_event(0, "stage", 1.3, 1.7, "backward", 0.35),
+        make_event(0, "compute", 1.7, 2.0, "backward"),
+        make_event(1, "stage", 1.0, 1.35, wait_s=0.3),
+        make_event(1, "compute", 1.35, 1.5),
+        make_event(1, "compute", 1.5, 1.65, "backward"),
+        make_event(1, "stage", 1.65, 1.7, "backward"),
     )
 )
 
 
-def bars(figure, chart: int = 0) -> dict[str, list[tuple[float, float, int, bool]]]:
+def read_bars(figure, chart: int = 0) -> dict[str, list[tuple[float, float, int, bool]]]:
     """What is drawn by the legend's names: start and length in ms, row, and whether in its lower half."""
     drawn = {}
     for patch in figure.axes[chart].patches:
@@ -86,7 +86,7 @@ def bars(figure, chart: int = 0) -> dict[str, list[tuple[float, float, int, bool
 
 
 def test_each_event_is_drawn_where_and_as_long_as_it_was():
-    assert bars(show_timeline(TWO_RANKS)) == {
+    assert read_bars(show_timeline(TWO_RANKS)) == {
         "compute, forward": [(0, 500, 0, False)],
         "compute, backward": [(700, 300, 0, False)],
         "halo": [(500, 100, 0, True)],
@@ -96,7 +96,7 @@ def test_each_event_is_drawn_where_and_as_long_as_it_was():
 
 
 def test_every_event_of_a_real_step_is_drawn(measured):
-    drawn = bars(show_timeline(measured, PLAN))
+    drawn = read_bars(show_timeline(measured, PLAN))
     waits = [each for each in measured.events if each.wait_s]
     assert sum(len(places) for places in drawn.values()) == len(measured.events) + len(waits)
     for each in measured.events:
@@ -108,7 +108,7 @@ def test_every_event_of_a_real_step_is_drawn(measured):
 
 
 def test_waiting_is_the_end_of_what_waited():
-    drawn = bars(show_timeline(PIPELINE))
+    drawn = read_bars(show_timeline(PIPELINE))
     assert drawn["stage transfer"] == [(300, 50, 0, True), (0, 50, 1, True), (650, 50, 1, True)]
     assert drawn[WAIT.name] == [(350, 350, 0, True), (50, 300, 1, True)]
 
@@ -126,7 +126,7 @@ def test_bubbles_are_marked_with_their_share_and_work_with_its_micro_batch():
     first = {("F0", 150, -0.22), ("B0", 850, -0.22), ("waits 35%", 525, 0.22)}
     second = {("F0", 425, 0.78), ("B0", 575, 0.78), ("waits 30%", 200, 1.22), ("waits 30%", 850, 1.22)}
     assert texts == first | second
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
 
 
 def test_a_prediction_of_some_replicas_is_shown_beside_all_ranks():
@@ -143,15 +143,17 @@ def test_measured_and_predicted_have_one_axis_of_time():
     figure = show_timeline(PIPELINE, predicted=TWO_RANKS)
     above, below = figure.axes
     assert above.get_xlim() == below.get_xlim() == (0, 1000)
-    assert bars(figure, 0) == bars(show_timeline(PIPELINE))
-    assert bars(figure, 1) == bars(show_timeline(TWO_RANKS))
+    assert read_bars(figure, 0) == read_bars(show_timeline(PIPELINE))
+    assert read_bars(figure, 1) == read_bars(show_timeline(TWO_RANKS))
     shown = read(figure)
     assert "One training step, measured: 1000 ms on 2 ranks" in shown
-    faster = Timeline(tuple(event(each.rank, each.kind, each.start_s / 2, each.end_s / 2) for each in TWO_RANKS.events))
+    faster = Timeline(
+        tuple(make_event(each.rank, each.kind, each.start_s / 2, each.end_s / 2) for each in TWO_RANKS.events)
+    )
     alt = show_timeline(PIPELINE, predicted=faster).alt
     assert "One training step, predicted: 500 ms (-50%) on 2 ranks." in alt
     assert alt.count("rank 1: compute") == 2
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
 
 
 def test_a_part_of_the_step_can_be_shown():
@@ -180,17 +182,17 @@ def test_a_rank_that_waits_says_so():
 
     both = Barrier(2)
 
-    def late(training: RankTraining) -> tuple[TimelineEvent, ...]:
+    def step_late(training: RankTraining) -> tuple[TimelineEvent, ...]:
         images = training.cut(inputs)
         both.wait()
         time.sleep(0.2 if training.world.rank == 0 else 0)
         return training.step(images).events
 
-    def steps(world: LoopbackWorld) -> list[tuple[TimelineEvent, ...]]:
+    def run_steps(world: LoopbackWorld) -> list[tuple[TimelineEvent, ...]]:
         training = RankTraining(world, recipe)
-        return [late(training) for _ in range(3)]
+        return [step_late(training) for _ in range(3)]
 
-    for timeline in map(Timeline.of, zip(*run_ranks(2, steps), strict=True)):
+    for timeline in map(Timeline.of, zip(*run_ranks(2, run_steps), strict=True)):
         first = next(each for each in timeline.events if each.rank == 0 and each.kind == "compute")
         got = next(each for each in timeline.events if each.rank == 1 and each.kind == "stage")
         assert first.end_s - got.start_s > 0.025, "it never came in time to wait"
@@ -219,16 +221,16 @@ def test_kinds_differ_in_colour_and_in_hatch():
 
 
 def test_a_kind_of_tomorrow_is_drawn_too():
-    assert get_style(event(0, "gather", 0, 1)) is OTHER
+    assert get_style(make_event(0, "gather", 0, 1)) is OTHER
 
 
-def many(ranks: int, each: int) -> Timeline:
+def make_timeline(ranks: int, each: int) -> Timeline:
     draw, events = random.Random(0), []
     for rank in range(ranks):
         now_s = 0.0
         for _ in range(each):
             length_s = draw.random() * 1e-3
-            events.append(event(rank, draw.choice(["compute", "halo", "all-reduce"]), now_s, now_s + length_s))
+            events.append(make_event(rank, draw.choice(["compute", "halo", "all-reduce"]), now_s, now_s + length_s))
             now_s += length_s
     return Timeline(tuple(events))
 
@@ -236,12 +238,12 @@ def many(ranks: int, each: int) -> Timeline:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 12, 13, 40])
 def test_no_text_lies_on_another(ranks):
-    assert unreadable(show_timeline(many(ranks, 5), Plan(split_size=1, slice_method=f"1x{ranks}"))) == []
+    assert find_unreadable(show_timeline(make_timeline(ranks, 5), Plan(split_size=1, slice_method=f"1x{ranks}"))) == []
 
 
 def test_a_thousand_events_per_rank_are_drawn_at_once():
     """As one path each, 51,200 hatched bars took four minutes; as one path per rank and kind, seconds."""
-    timeline = many(8, 1000)
+    timeline = make_timeline(8, 1000)
     start_s = time.perf_counter()
     figure = show_timeline(timeline)
     figure.to_png()
@@ -275,7 +277,7 @@ def test_the_clocks_of_hosts_are_aligned_by_the_sum_before_the_update():
     # Ranks 0 and 1 on one host, rank 2 on another one, whose clock runs `ahead_s`.
     def record(rank: int, work_s: float, ahead_s: float = 0.0) -> list[TimelineEvent]:
         agree = TimelineEvent(rank, "agree", "all-reduce", "update", 0, ahead_s + work_s, ahead_s + 2.0, 16)
-        return [event(rank, "compute", ahead_s, ahead_s + work_s), agree]
+        return [make_event(rank, "compute", ahead_s, ahead_s + work_s), agree]
 
     one_clock = Timeline.of([record(0, 1.0), record(1, 1.5), record(2, 1.9)], "aaa")
     aligned = Timeline.of([record(0, 1.0), record(1, 1.5), record(2, 1.9, ahead_s=-70_000.0)], "aab")

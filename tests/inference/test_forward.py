@@ -24,8 +24,8 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.train.training import cut_inputs
 from tests.exact import whole_numbers, with_whole_weights
-from tests.inference.test_turns import settled
-from tests.inference.turning import plain
+from tests.inference.test_turns import fill_statistics
+from tests.inference.turning import predict_alone
 from tests.zoo import Segmenter
 
 PLANS = {
@@ -41,7 +41,7 @@ PLANS = {
 }
 
 
-def predicted(model: nn.Module, plan: Plan, images: Tensor) -> Tensor:
+def predict_on_ranks(model: nn.Module, plan: Plan, images: Tensor) -> Tensor:
     shape = (len(images) // plan.batches, *images.shape[1:])
     recipe = prepare_prediction(model, plan, shape)
     programs = compile_plan(recipe.graph, plan)
@@ -83,7 +83,7 @@ def test_another_output_does_not_widen_the_first_of_fused_layers():
     torch.manual_seed(0)
     model, images = ReadAgain(), torch.randn(2, 3, 20, 36, dtype=torch.float64)
     expected = copy.deepcopy(model).double().eval()(images)[0]
-    assert torch.allclose(predicted(model, PLANS["fused halos"], images), expected, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(predict_on_ranks(model, PLANS["fused halos"], images), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.sampled(2)
@@ -91,11 +91,11 @@ def test_another_output_does_not_widen_the_first_of_fused_layers():
 @pytest.mark.parametrize("make", [Classifier, Segmenter])
 def test_any_plan(name: str, make: type[nn.Module]):
     torch.manual_seed(0)
-    plan, model = PLANS[name], settled(make())
+    plan, model = PLANS[name], fill_statistics(make())
     before = copy.deepcopy(model.state_dict())
     images = torch.randn(2 * plan.parts * plan.batches, 3, 20, 36, dtype=torch.float64)
-    made = predicted(model, plan, images)
-    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+    made = predict_on_ranks(model, plan, images)
+    assert torch.allclose(made, predict_alone(model, images), rtol=1e-12, atol=1e-12)
     assert model.training
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
@@ -137,7 +137,7 @@ class SlowWorld:
 def test_what_was_sent_has_gone_before_a_prediction_ends(name: str):
     """Over MPI the last tiles of a stage were still leaving when the next prediction got their memory: held-out
     images got scores of 1e35, and a loss that was not a number."""
-    plan, model = PLANS[name], settled(Classifier())
+    plan, model = PLANS[name], fill_statistics(Classifier())
     images = torch.randn(2 * plan.parts * plan.batches, 3, 20, 36, dtype=torch.float64)
     recipe = prepare_prediction(model, plan, (2 * plan.parts, *images.shape[1:]))
 
@@ -155,17 +155,17 @@ def test_what_was_sent_has_gone_before_a_prediction_ends(name: str):
 def test_whole_numbers_to_the_bit():
     model = with_whole_weights(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3, 2)))
     images = whole_numbers(2, 3, 21, 30)
-    assert torch.equal(predicted(model, PLANS["tiles"], images), plain(model, images))
+    assert torch.equal(predict_on_ranks(model, PLANS["tiles"], images), predict_alone(model, images))
 
 
 def test_half_precision_is_that_of_autocast():
     torch.manual_seed(0)
-    model, images = settled(UNet(width=4)), torch.randn(1, 3, 32, 48)
+    model, images = fill_statistics(UNet(width=4)), torch.randn(1, 3, 32, 48)
     plan = Plan(split_size=1, slice_method="2x2", precision="bfloat16")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         usual = copy.deepcopy(model).eval()(images).float()
-    exact = plain(model, images.double())
-    made = predicted(model, plan, images).double()
+    exact = predict_alone(model, images.double())
+    made = predict_on_ranks(model, plan, images).double()
     assert (made - exact).norm() <= 4 * (usual - exact).norm()
     assert (made - exact).norm() > 0
 
@@ -186,7 +186,7 @@ def test_weights_come_from_the_ranks_that_hold_them():
     """Here another rank holds each stage than the one that needs it."""
     torch.manual_seed(0)
     plan = Plan(split_size=2, spatial_size=0, precision="float64")
-    model, images = settled(Classifier()), torch.randn(2, 3, 20, 36, dtype=torch.float64)
+    model, images = fill_statistics(Classifier()), torch.randn(2, 3, 20, 36, dtype=torch.float64)
     recipe = prepare_prediction(model, plan, images.shape)
     programs = compile_plan(recipe.graph, plan)
 
@@ -196,7 +196,7 @@ def test_weights_come_from_the_ranks_that_hold_them():
         return RankPredictor(world, recipe, held).predict(cut_inputs(programs[world.rank], {"images": images}))
 
     made = join_predictions(programs, run_ranks(2, work), recipe.graph.specs[recipe.graph.prediction])
-    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(made, predict_alone(model, images), rtol=1e-12, atol=1e-12)
 
 
 def test_a_weight_that_no_rank_holds():

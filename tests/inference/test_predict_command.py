@@ -23,8 +23,8 @@ from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
 from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
-from tests.inference.test_turns import settled
-from tests.inference.turning import even, plain
+from tests.inference.test_turns import fill_statistics
+from tests.inference.turning import predict_alone, set_head_biases
 
 BOX = (10, 20, 64, 88)
 
@@ -36,12 +36,12 @@ def files(tmp_path: Path) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (100, 130, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "in.png")
     images = make_padded_region(open_image(pixels), BOX).read_tile(Tile.whole(64, 88), torch.float64)
-    model = even(settled(UNet(num_classes=3, width=4)), images)
+    model = set_head_biases(fill_statistics(UNet(num_classes=3, width=4)), images)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     return tmp_path
 
 
-def flags(files: Path, **others: object) -> list[str]:
+def make_flags(files: Path, **others: object) -> list[str]:
     given = {
         "model": "mpi4dl_nb:UNet",
         "model-args": '{"width": 4}',
@@ -79,14 +79,14 @@ def test_weights_of_a_checkpoint_need_no_other_file_of_it(
 
 @pytest.mark.nightly
 def test_a_region_with_given_weights(files: Path):
-    lines = run_ranks(2, lambda world: predict(world, flags(files)))
+    lines = run_ranks(2, lambda world: predict(world, make_flags(files)))
     assert lines[0]["answer"] == str(files / "out.tif")
     assert (lines[0]["tiles"], lines[0]["height_px"], lines[0]["width_px"]) == (6, 64, 88)
     assert json.loads(json.dumps(lines[0])) == lines[0]
     model = UNet(num_classes=3, width=4)
     load_weights(model, files / "weights.safetensors")
     images = make_padded_region(open_image(files / "in.png"), BOX).read_tile(Tile.whole(64, 88), torch.float64)
-    expected = plain(model, images)[0].argmax(0).numpy()
+    expected = predict_alone(model, images)[0].argmax(0).numpy()
     assert len(np.unique(expected)) > 1
     assert np.array_equal(tifffile.imread(files / "out.tif"), expected)
 
@@ -94,7 +94,7 @@ def test_a_region_with_given_weights(files: Path):
 @pytest.mark.nightly
 def test_the_class_of_an_image(files: Path, capsys: pytest.CaptureFixture[str]):
     asked = {"model": "mpi4dl_nb:resnet20_v1", "model-args": None, "weights": None, "to": None}
-    line = run_ranks(2, lambda world: predict(world, flags(files, kind="probabilities", **asked)))[1]
+    line = run_ranks(2, lambda world: predict(world, make_flags(files, kind="probabilities", **asked)))[1]
     assert sum(line["answer"]) == pytest.approx(1)
     assert (line["per_pixel"], line["walks"]) == (False, 2)
     assert capsys.readouterr().err.count("Without --weights, the model keeps the weights that it was made with") == 1
@@ -119,22 +119,22 @@ def test_the_class_of_an_image(files: Path, capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_what_is_refused(others: dict[str, object], error: type[Exception], message: str, files: Path):
-    def one(world: object) -> None:
+    def check_refusal(world: object) -> None:
         with pytest.raises(error, match=message):
-            predict(world, flags(files, **others))
+            predict(world, make_flags(files, **others))
 
-    run_ranks(2, one)
+    run_ranks(2, check_refusal)
     assert not (files / "out.tif").exists()
 
 
 def test_a_file_needs_an_answer_per_pixel(files: Path):
     asked = {"model": "mpi4dl_nb:resnet20_v1", "model-args": None, "weights": None}
 
-    def one(world: object) -> None:
+    def check_refusal(world: object) -> None:
         with pytest.raises(PlanError, match=r"answers once for the whole image, with \(1, 3\)"):
-            predict(world, flags(files, **asked))
+            predict(world, make_flags(files, **asked))
 
-    run_ranks(2, one)
+    run_ranks(2, check_refusal)
     assert not (files / "out.tif").exists()
 
 

@@ -24,7 +24,7 @@ from mpi4dl_nb.engines.inference.rank_predictor import make_padded_region
 RANDOM = np.random.default_rng(1)
 
 
-def written(path: Path, pixels: np.ndarray, **settings: object) -> Path:
+def write_pyramid(path: Path, pixels: np.ndarray, **settings: object) -> Path:
     sink = PyramidSink(path, pixels.shape, pixels.dtype, **settings)
     for tile in reversed(Grid(3, 2).cut(*pixels.shape[:2])):
         sink.put(tile, pixels[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop])
@@ -32,7 +32,7 @@ def written(path: Path, pixels: np.ndarray, **settings: object) -> Path:
     return path
 
 
-def levels(path: Path) -> list[np.ndarray]:
+def read_levels(path: Path) -> list[np.ndarray]:
     with tifffile.TiffFile(path) as file:
         return [level.asarray() for level in file.series[0].levels]
 
@@ -49,7 +49,7 @@ def test_no_level_is_shifted(tmp_path: Path):
     """A mirrored map has mirrored levels: taking the first of each 2 x 2 pixels would shift all to one side."""
     rows, cols = np.mgrid[:1024, :1536]
     disc = (np.hypot(rows - 511.5, cols - 767.5) < 300).astype(np.uint8)[..., None]
-    for number, level in enumerate(levels(written(tmp_path / "out.tif", disc))):
+    for number, level in enumerate(read_levels(write_pyramid(tmp_path / "out.tif", disc))):
         assert np.array_equal(level, level[::-1])
         assert np.array_equal(level, level[:, ::-1])
         middles = [(np.nonzero(level)[axis].mean() + 0.5) * 2**number for axis in (0, 1)]
@@ -117,7 +117,7 @@ def test_a_png_takes_a_map_of_few_classes(tmp_path: Path):
 
 def test_classes_at_every_level(tmp_path: Path):
     pixels = RANDOM.integers(0, 5, (1027, 2049, 1), np.uint8)
-    found = levels(written(tmp_path / "out.tif", pixels))
+    found = read_levels(write_pyramid(tmp_path / "out.tif", pixels))
     assert [level.shape for level in found] == [(1027, 2049), (514, 1025), (257, 513), (129, 257)]
     for level in found:
         assert np.array_equal(level, pixels[..., 0])
@@ -127,7 +127,7 @@ def test_classes_at_every_level(tmp_path: Path):
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_probabilities_are_averaged(dtype: type, tmp_path: Path):
     pixels = RANDOM.integers(0, 255, (601, 700, 3)).astype(dtype)
-    fine, coarse = levels(written(tmp_path / "out.tif", pixels, mixes=True))
+    fine, coarse = read_levels(write_pyramid(tmp_path / "out.tif", pixels, mixes=True))
     assert np.array_equal(fine, pixels)
     means = pixels[:600].astype(np.float32).reshape(300, 2, 350, 2, 3).mean((1, 3))
     assert np.array_equal(coarse[:300], np.rint(means) if dtype is np.uint8 else means)
@@ -136,14 +136,14 @@ def test_probabilities_are_averaged(dtype: type, tmp_path: Path):
 
 def test_our_own_reader_knows_its_levels_and_scale(tmp_path: Path):
     pixels = RANDOM.integers(0, 5, (700, 900, 1), np.uint8)
-    picture = open_image(written(tmp_path / "out.tif", pixels, microns_per_px=0.25))
+    picture = open_image(write_pyramid(tmp_path / "out.tif", pixels, microns_per_px=0.25))
     assert [level.shape for level in picture.levels] == [(700, 900), (350, 450)]
     assert picture.microns_per_px == pytest.approx(0.25)
     assert np.array_equal(picture.read(0, 0, 700, 900)[..., 0], pixels[..., 0])
 
 
 def test_the_scale_of_a_coarse_prediction_is_the_models_stride(tmp_path: Path):
-    fine = open_image(written(tmp_path / "fine.tif", np.zeros((1000, 1000, 1), np.uint8), microns_per_px=0.25))
+    fine = open_image(write_pyramid(tmp_path / "fine.tif", np.zeros((1000, 1000, 1), np.uint8), microns_per_px=0.25))
     region = make_padded_region(fine).pad_to_multiple(32)
     with closing(
         make_pyramid(tmp_path / "out.tif", region, "classes", (32, 32), (), (32, 32, 1), np.dtype(np.uint8))
@@ -156,15 +156,15 @@ def test_the_scale_of_a_coarse_prediction_is_the_models_stride(tmp_path: Path):
 def test_no_half_file(tmp_path: Path, monkeypatch):
     """Where writing fails, what was there before still is, and nothing else."""
     pixels = np.ones((300, 300, 1), np.uint8)
-    path = written(tmp_path / "out.tif", pixels)
+    path = write_pyramid(tmp_path / "out.tif", pixels)
     before = path.read_bytes()
 
-    def full(*given: object, **settings: object) -> None:
+    def raise_no_space(*given: object, **settings: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tifffile.TiffWriter, "write", full)
+    monkeypatch.setattr(tifffile.TiffWriter, "write", raise_no_space)
     with pytest.raises(OSError, match="No space left"):
-        written(path, pixels * 2)
+        write_pyramid(path, pixels * 2)
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == before
 

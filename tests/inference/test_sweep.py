@@ -28,15 +28,15 @@ from mpi4dl_nb.engines.inference.tile_passes import choose_grid, fit_tiles
 from mpi4dl_nb.engines.inference.tile_stitcher import ArraySink
 from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
-from tests.inference.test_turns import Squeezed, settled
-from tests.inference.turning import even, plain
+from tests.inference.test_turns import Squeezed, fill_statistics
+from tests.inference.turning import predict_alone, set_head_biases
 
 RANDOM = np.random.default_rng(0)
 PICTURE = open_image(RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
 ALL, PART = None, (3, 5, 97, 122)
 
 
-def swept(
+def predict_region(
     model: nn.Module,
     ranks: int,
     box: Any = ALL,
@@ -51,41 +51,41 @@ def swept(
     return run_ranks(ranks, lambda world: TiledPredictor(world, recipe, ask, sink).run())[0]
 
 
-def oracle(model: nn.Module, box: Any = ALL, multiple: int = 1) -> torch.Tensor:
+def compute_expected(model: nn.Module, box: Any = ALL, multiple: int = 1) -> torch.Tensor:
     """(K,), or (H, W, K) of the region, which one process computes padded with white to that multiple."""
     region = make_padded_region(PICTURE, box)
     images = region.read_tile(Tile.whole(*region.pad_to_multiple(multiple).size_px), torch.float64)
-    found = plain(model, images)[0]
+    found = predict_alone(model, images)[0]
     height, width = region.picture_px
     return found if found.dim() == 1 else found[:, :height, :width].permute(1, 2, 0)
 
 
-def unet() -> nn.Module:
+def make_unet() -> nn.Module:
     torch.manual_seed(0)
     images = make_padded_region(PICTURE).read_tile(Tile.whole(64, 80), torch.float64)
-    return even(settled(UNet(num_classes=3, width=4)), images)
+    return set_head_biases(fill_statistics(UNet(num_classes=3, width=4)), images)
 
 
-def resnet() -> nn.Module:
+def make_resnet() -> nn.Module:
     torch.manual_seed(0)
-    return settled(resnet20_v1())
+    return fill_statistics(resnet20_v1())
 
 
-def monai(name: str, *arguments: Any, **keywords: Any) -> nn.Module:
+def make_monai_net(name: str, *arguments: Any, **keywords: Any) -> nn.Module:
     nets = pytest.importorskip("monai.networks.nets")
     torch.manual_seed(0)
-    return settled(getattr(nets, name)(*arguments, **keywords))
+    return fill_statistics(getattr(nets, name)(*arguments, **keywords))
 
 
 # ---- the same as one process
 
 CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, int]] = {
-    "U-Net, a size that it does not take": (unet, 3, PART, 4),
-    "ResNet": (resnet, 2, PART, 1),
-    "MONAI UNet": (lambda: monai("UNet", 2, 3, 3, (4, 8, 16), (2, 2), norm="batch"), 4, PART, 4),
-    "MONAI UNet, instance norm": (lambda: monai("UNet", 2, 3, 3, (4, 8, 16), (2, 2)), 2, PART, 4),
+    "U-Net, a size that it does not take": (make_unet, 3, PART, 4),
+    "ResNet": (make_resnet, 2, PART, 1),
+    "MONAI UNet": (lambda: make_monai_net("UNet", 2, 3, 3, (4, 8, 16), (2, 2), norm="batch"), 4, PART, 4),
+    "MONAI UNet, instance norm": (lambda: make_monai_net("UNet", 2, 3, 3, (4, 8, 16), (2, 2)), 2, PART, 4),
     "MONAI DenseNet": (
-        lambda: monai("DenseNet", 2, 3, 5, init_features=8, growth_rate=4, block_config=(2, 2)),
+        lambda: make_monai_net("DenseNet", 2, 3, 5, init_features=8, growth_rate=4, block_config=(2, 2)),
         4,
         PART,
         1,
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, int]] = {
 def test_as_one_process(name: str):
     make, ranks, box, multiple = CASES[name]
     model = make()
-    found, expected = swept(model, ranks, box), oracle(model, box, multiple)
+    found, expected = predict_region(model, ranks, box), compute_expected(model, box, multiple)
     assert found.tiles == 6
     assert found.per_pixel == (expected.dim() == 3)
     assert torch.allclose(torch.as_tensor(found.answer), expected, rtol=1e-12, atol=1e-12)
@@ -108,17 +108,17 @@ def test_as_one_process(name: str):
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_gives_the_same_bits(ranks: int):
-    model = unet()
-    found = swept(model, ranks, (0, 0, 140, 180), side_px=64)
+    model = make_unet()
+    found = predict_region(model, ranks, (0, 0, 140, 180), side_px=64)
     assert found.tiles == 9
-    assert np.array_equal(found.answer, swept(model, 3, (0, 0, 140, 180), side_px=64).answer)
+    assert np.array_equal(found.answer, predict_region(model, 3, (0, 0, 140, 180), side_px=64).answer)
     assert 2 < found.overhead < 3  # windows of 91 x 104 px for tiles of 47 x 60, less at the edges
 
 
 @pytest.mark.nightly
 def test_kinds_of_answers_for_each_pixel():
-    model, expected = unet(), oracle(unet(), (0, 0, 64, 80))
-    kinds = {kind: swept(model, 2, (0, 0, 64, 80), kind).answer for kind in ("classes", "probabilities")}
+    model, expected = make_unet(), compute_expected(make_unet(), (0, 0, 64, 80))
+    kinds = {kind: predict_region(model, 2, (0, 0, 64, 80), kind).answer for kind in ("classes", "probabilities")}
     assert {kind: (found.dtype.name, found.shape) for kind, found in kinds.items()} == {
         "classes": ("uint8", (64, 80)),
         "probabilities": ("uint8", (64, 80, 3)),
@@ -129,29 +129,29 @@ def test_kinds_of_answers_for_each_pixel():
 
 @pytest.mark.nightly
 def test_kinds_of_answers_for_the_image():
-    model, expected = resnet(), oracle(resnet(), PART)
-    assert swept(model, 2, PART, "classes").answer == int(expected.argmax())
-    assert torch.allclose(swept(model, 2, PART, "probabilities").answer, expected.softmax(0), rtol=1e-10)
+    model, expected = make_resnet(), compute_expected(make_resnet(), PART)
+    assert predict_region(model, 2, PART, "classes").answer == int(expected.argmax())
+    assert torch.allclose(predict_region(model, 2, PART, "probabilities").answer, expected.softmax(0), rtol=1e-10)
 
 
 @pytest.mark.nightly
 def test_one_score_is_that_of_a_yes():
     model = nn.Conv2d(3, 1, 3, padding=1)
-    expected = oracle(model)
+    expected = compute_expected(model)
     label = {"meaning": OutputMeaning.LABELS}
-    assert np.array_equal(swept(model, 2, kind="classes", **label).answer, (expected > 0)[..., 0].numpy())
-    yes = swept(model, 2, kind="probabilities", **label).answer
+    assert np.array_equal(predict_region(model, 2, kind="classes", **label).answer, (expected > 0)[..., 0].numpy())
+    yes = predict_region(model, 2, kind="probabilities", **label).answer
     assert np.array_equal(yes, expected.sigmoid().mul(255).round()[..., 0].numpy())
 
 
 @pytest.mark.nightly
 def test_an_answer_coarser_than_the_image(tmp_path: Path):
     model, path = nn.Conv2d(3, 2, 4, stride=4), tmp_path / "coarse.tif"
-    found = swept(model, 2, (0, 0, 120, 160), "scores")
+    found = predict_region(model, 2, (0, 0, 120, 160), "scores")
     assert found.answer.shape == (30, 40, 2)
-    assert np.allclose(found.answer, oracle(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
+    assert np.allclose(found.answer, compute_expected(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
     sink = partial(make_pyramid, path, make_padded_region(PICTURE), "classes", (30, 40), ())
-    swept(model, 2, (0, 0, 120, 160), "classes", sink=sink)
+    predict_region(model, 2, (0, 0, 120, 160), "classes", sink=sink)
     assert open_image(path).shape() == (30, 40)
 
 
@@ -174,9 +174,9 @@ class TwoOutputs(nn.Module):
 @pytest.mark.parametrize("both", [True, False])
 def test_another_output_does_not_shift_the_tiles_of_the_first(both: bool):
     model, box = TwoOutputs(both), (0, 0, 60, 80)
-    found = swept(model, 2, box, side_px=40)
+    found = predict_region(model, 2, box, side_px=40)
     assert found.tiles == 4
-    assert np.allclose(found.answer, oracle(TwoOutputs(both=False), box).numpy(), rtol=1e-12, atol=1e-12)
+    assert np.allclose(found.answer, compute_expected(TwoOutputs(both=False), box).numpy(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.nightly
@@ -191,7 +191,7 @@ def test_a_first_output_that_overlaps_is_refused():
             return coarse
 
     with pytest.raises(TraceError, match="is read by a later layer that draws random numbers"):
-        swept(Counted(), 2, (0, 0, 60, 80), side_px=40)
+        predict_region(Counted(), 2, (0, 0, 60, 80), side_px=40)
 
 
 # ---- bounds
@@ -199,7 +199,7 @@ def test_a_first_output_that_overlaps_is_refused():
 
 @pytest.mark.nightly
 def test_tiles_are_as_large_as_the_bound_allows():
-    graph = prepare_region(unet(), make_padded_region(open_image(np.zeros((1200, 1500, 3), np.uint8))))[0].graph
+    graph = prepare_region(make_unet(), make_padded_region(open_image(np.zeros((1200, 1500, 3), np.uint8))))[0].graph
     small, large = (fit_tiles(graph, 2, count * 10**6).grid.tiles for count in (20, 60))
     assert small > large > 2
     assert fit_tiles(graph, 5, 10**12).grid.tiles >= 5
@@ -207,18 +207,18 @@ def test_tiles_are_as_large_as_the_bound_allows():
 
 @pytest.mark.nightly
 def test_a_bound_that_no_tile_keeps():
-    graph = prepare_region(unet(), make_padded_region(open_image(np.zeros((600, 600, 3), np.uint8))))[0].graph
+    graph = prepare_region(make_unet(), make_padded_region(open_image(np.zeros((600, 600, 3), np.uint8))))[0].graph
     with pytest.raises(PlanError, match=r"A tile of 128 px takes \d+ MB .*only 1 MB of the bound are left"):
         fit_tiles(graph, 2, 10**6)
     with pytest.raises(PlanError, match=r"takes \d+ MB before it computes anything, and the bound is 5 MB"):
-        swept(unet(), 2, side_px=None, memory_bytes=5 * 10**6)
+        predict_region(make_unet(), 2, side_px=None, memory_bytes=5 * 10**6)
 
 
 def test_without_a_bound_no_memory_is_asked_for(monkeypatch, tmp_path: Path):
     """Linux alone tells it."""
     monkeypatch.setattr(device, "_STATUS", tmp_path / "absent")
     picture = open_image(np.zeros((64, 64, 3), np.uint8))
-    graph = prepare_region(unet(), make_padded_region(picture))[0].graph
+    graph = prepare_region(make_unet(), make_padded_region(picture))[0].graph
     assert run_ranks(2, lambda world: choose_grid(world, graph, 10**9, 32).tiles) == [4, 4]
     assert device.read_peak_bytes() > 0
     with pytest.raises(PlanError, match="Give the side of tiles"):
@@ -259,22 +259,22 @@ def test_a_region_may_be_of_numpys_integers():
     assert make_padded_region(PICTURE, np.array([3, 5, 97, 122])).picture_px == (97, 122)
 
 
-def every_rank_says(message: str, ranks: int, work: Callable[[Any], object]) -> None:
-    def one(world: Any) -> None:
+def assert_every_rank_raises(message: str, ranks: int, work: Callable[[Any], object]) -> None:
+    def check_error(world: Any) -> None:
         with pytest.raises(ImageError, match=message):
             work(world)
 
-    run_ranks(ranks, one)
+    run_ranks(ranks, check_error)
 
 
 @pytest.mark.nightly
 def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
     region = make_padded_region(picture, (0, 0, 148, 188))
-    recipe, region = prepare_region(unet(), region)
+    recipe, region = prepare_region(make_unet(), region)
     sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px, ())
     ask = PredictionRequest(region, side_px=50)
-    every_rank_says("torn.svs is damaged", 3, lambda world: TiledPredictor(world, recipe, ask, sink).run())
+    assert_every_rank_raises("torn.svs is damaged", 3, lambda world: TiledPredictor(world, recipe, ask, sink).run())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -294,13 +294,13 @@ class Reshaped(nn.Module):
 @pytest.mark.parametrize("shape", [(6,), (1, 2, 3)])
 def test_an_answer_of_no_classes_is_refused_before_anything_is_computed(shape: tuple[int, ...]):
     with pytest.raises(TraceError, match=r"answers once for the whole image, with \((6,|1, 2, 3)\)"):
-        swept(Reshaped(*shape), 1, PART, "classes")
+        predict_region(Reshaped(*shape), 1, PART, "classes")
 
 
 @pytest.mark.nightly
 def test_one_score_of_one_image():
-    assert swept(Reshaped(), 2, PART, "classes").answer in (0, 1)
-    assert swept(Reshaped(1, 2, 3), 1, PART, "scores").answer.shape == (2, 3)
+    assert predict_region(Reshaped(), 2, PART, "classes").answer in (0, 1)
+    assert predict_region(Reshaped(1, 2, 3), 1, PART, "scores").answer.shape == (2, 3)
 
 
 class Full(ArraySink):
@@ -320,20 +320,20 @@ class Full(ArraySink):
 @pytest.mark.parametrize("side_px", [50, 95])
 def test_a_disk_that_fills_up(side_px: int):
     """In a round that others follow, and in the last one."""
-    recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
+    recipe, region = prepare_region(make_unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
     ask = PredictionRequest(region, side_px=side_px)
-    every_rank_says("No space left", 3, lambda world: TiledPredictor(world, recipe, ask, Full).run())
+    assert_every_rank_raises("No space left", 3, lambda world: TiledPredictor(world, recipe, ask, Full).run())
 
 
 @pytest.mark.nightly
 def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypatch):
-    def none_left(*given: object) -> None:
+    def raise_no_space(*given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("os.posix_fallocate", none_left)
-    recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
+    monkeypatch.setattr("os.posix_fallocate", raise_no_space)
+    recipe, region = prepare_region(make_unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
     sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px, ())
-    every_rank_says(
+    assert_every_rank_raises(
         r"has no room for the 27.2 KB .*No space left",
         2,
         lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink),
@@ -345,9 +345,9 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("path", ["nowhere/out.tif", "file/out.tif", "."])
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()
-    recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
+    recipe, region = prepare_region(make_unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
     sink = partial(make_pyramid, tmp_path / path, region, "classes", region.size_px, ())
-    every_rank_says(
+    assert_every_rank_raises(
         str(tmp_path), 2, lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink)
     )
 
@@ -373,4 +373,4 @@ def test_an_answer_that_is_no_image():
             return x[:, 0]
 
     with pytest.raises(TraceError, match=r"only \(N, K, H, W\)"):
-        swept(Flat(), 2)
+        predict_region(Flat(), 2)

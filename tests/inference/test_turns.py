@@ -15,13 +15,13 @@ from mpi4dl_nb.engines.inference.rank_predictor import prepare_prediction
 from mpi4dl_nb.engines.inference.tile_passes import TilePasses
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
 from tests.exact import whole_numbers, with_whole_weights
-from tests.inference.turning import ALONE, in_turn, plain
+from tests.inference.turning import ALONE, predict_alone, predict_in_turn
 from tests.sampling import trials
 from tests.spatial.drawn import Calls, Geometry, generate_geometries, generate_images_on_grids, seeds
 from tests.zoo import Segmenter, Skips
 
 
-def settled(model: nn.Module) -> nn.Module:
+def fill_statistics(model: nn.Module) -> nn.Module:
     """Running statistics as after a training: what would be 0 and 1 hides mistakes."""
     random = torch.Generator().manual_seed(2)
     for module in model.modules():
@@ -32,8 +32,8 @@ def settled(model: nn.Module) -> nn.Module:
 
 
 def check(model: nn.Module, images: torch.Tensor, grid: Grid) -> int:
-    made, walks = in_turn(model, images, grid)
-    assert torch.equal(made, plain(model, images))
+    made, walks = predict_in_turn(model, images, grid)
+    assert torch.equal(made, predict_alone(model, images))
     return walks
 
 
@@ -103,10 +103,10 @@ MODELS = {
 def test_models_with_sums_over_the_image(name: str):
     make, shape, grid, expected = MODELS[name]
     torch.manual_seed(0)
-    model, images = settled(make()), torch.randn(shape, dtype=torch.float64)
-    made, walks = in_turn(model, images, grid)
+    model, images = fill_statistics(make()), torch.randn(shape, dtype=torch.float64)
+    made, walks = predict_in_turn(model, images, grid)
     assert walks == expected
-    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(made, predict_alone(model, images), rtol=1e-12, atol=1e-12)
 
 
 EXTREMA = {
@@ -130,9 +130,9 @@ def test_a_reduction_over_the_image_is_one_more_pass(name: str, is_last: bool):
     reduce, random = EXTREMA[name], torch.Generator().manual_seed(0)
     images = -1 - 5 * torch.rand(1, 2, 37, 43, dtype=torch.float64, generator=random)
     model = Calls(lambda x: reduce(x * 2) if is_last else x - reduce(x * 2))
-    made, walks = in_turn(model, images, Grid(3, 4))
+    made, walks = predict_in_turn(model, images, Grid(3, 4))
     assert walks == 2
-    expected = plain(model, images)
+    expected = predict_alone(model, images)
     assert torch.allclose(made, expected, rtol=1e-13, atol=1e-13)
     if "norm" not in name and "mean" not in name and "exp" not in name:
         assert torch.equal(made, expected)
@@ -157,9 +157,9 @@ class Squeezed(nn.Module):
 def test_each_sum_that_reads_another_is_a_walk_of_its_own():
     torch.manual_seed(0)
     model, images = Squeezed(), torch.randn(1, 3, 30, 40, dtype=torch.float64)
-    made, walks = in_turn(model, images, Grid(3, 4))
+    made, walks = predict_in_turn(model, images, Grid(3, 4))
     assert walks == 3
-    assert torch.allclose(made, plain(model, images), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(made, predict_alone(model, images), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.nightly

@@ -20,23 +20,23 @@ from mpi4dl_nb.engines.train.training import cut_inputs
 ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
 
 
-def plain(model: nn.Module, images: Tensor) -> Tensor:
+def predict_alone(model: nn.Module, images: Tensor) -> Tensor:
     """What one process says, in evaluation mode; of several tensors the first. What it draws is drawn alike."""
     twin = copy.deepcopy(model).to(images.dtype).eval()
     with torch.no_grad(), CounterRNGMode(seed=0):
         return next(iter(collect_tensors(get_prediction(twin(images))).values()))
 
 
-def even(model: nn.Module, images: Tensor) -> nn.Module:
+def set_head_biases(model: nn.Module, images: Tensor) -> nn.Module:
     """The same, with such biases of its `head` that every class wins at some pixels: else any answer would be right."""
-    scores = plain(model, images.double())
+    scores = predict_alone(model, images.double())
     with torch.no_grad():
         model.head.bias -= scores.mean((0, 2, 3))
-    assert len(plain(model, images.double()).argmax(1).unique()) > 1
+    assert len(predict_alone(model, images.double()).argmax(1).unique()) > 1
     return model
 
 
-def in_turn(model: nn.Module, images: Tensor, grid: Grid) -> tuple[Tensor, int]:
+def predict_in_turn(model: nn.Module, images: Tensor, grid: Grid) -> tuple[Tensor, int]:
     """The prediction, put together from tiles, and how many walks it took."""
     recipe = prepare_prediction(model, ALONE, images.shape)
     turns, known, walks = TilePasses(recipe.graph, grid), {}, 0

@@ -13,12 +13,21 @@ from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.loss.losses import SIZE, WHOLE, Loss, dice, dice_of_images, focal, segmenter, unbalanced
+from tests.loss.losses import (
+    SIZE,
+    WHOLE,
+    Loss,
+    compute_dice_loss,
+    compute_dice_of_images,
+    compute_focal_loss,
+    make_segmenter,
+    make_unbalanced_batch,
+)
 
 EXACT: dict[str, Loss] = {
     **WHOLE,
-    "focal": focal,
-    "dice of images": dice_of_images,
+    "focal": compute_focal_loss,
+    "dice of images": compute_dice_of_images,
     "sum": nn.CrossEntropyLoss(reduction="sum"),
     "sum over a square": lambda p, y: p.square().sum() / 7,
     "one and a mean": lambda p, y: 1 - p.sigmoid().mean(),
@@ -47,7 +56,7 @@ EXACT: dict[str, Loss] = {
     "looked up": lambda p, y: (torch.ones(3, dtype=p.dtype)[y.clamp(min=0)] * p[:, 0]).sum() / (y >= 0).sum(),
 }
 UNKNOWN: dict[str, Loss] = {
-    "dice": dice,
+    "dice": compute_dice_loss,
     "root of a mean": lambda p, y: p.square().mean().sqrt(),
     "square of a sum": lambda p, y: p.sum() ** 2,
     "product of means": lambda p, y: p.mean() * p.square().mean(),
@@ -89,9 +98,9 @@ UNKNOWN: dict[str, Loss] = {
 PLAN = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
 
 
-def losses_of(loss: Loss) -> tuple[str, float, float]:
+def compute_losses(loss: Loss) -> tuple[str, float, float]:
     """What is said to be unknown, the loss of a step in two micro-batches, and that of the whole batch."""
-    (images, labels), model = unbalanced(8, 0), segmenter()
+    (images, labels), model = make_unbalanced_batch(8, 0), make_segmenter()
     recipe = prepare(model, PLAN, (8, 3, *SIZE), loss, device="cpu")
 
     def work(world):
@@ -106,7 +115,7 @@ def losses_of(loss: Loss) -> tuple[str, float, float]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_known_is_exact(name: str):
-    unknown, found, wanted = losses_of(EXACT[name])
+    unknown, found, wanted = compute_losses(EXACT[name])
     assert unknown == ""
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-14)
 
@@ -114,7 +123,7 @@ def test_what_is_known_is_exact(name: str):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_is_said(name: str):
-    unknown, found, wanted = losses_of(UNKNOWN[name])
+    unknown, found, wanted = compute_losses(UNKNOWN[name])
     assert unknown
     assert found != pytest.approx(wanted, rel=1e-11), "it would have been worth knowing"
 
@@ -133,4 +142,4 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize(("shape", "squares"), [((4, 1, 1, 1), False), ((4, 3, *SIZE), False), ((4, 3, *SIZE), True)])
 def test_a_weight_for_each_image_of_a_micro_batch_is_none_for_those_of_a_batch(shape: tuple[int, ...], squares: bool):
-    assert prepare(segmenter(), PLAN, (8, 3, *SIZE), Weighted(shape, squares), device="cpu").graph.whole.unknown
+    assert prepare(make_segmenter(), PLAN, (8, 3, *SIZE), Weighted(shape, squares), device="cpu").graph.whole.unknown

@@ -23,12 +23,12 @@ from tests.loss.losses import SIZE, Loss
 PLAN = Plan(split_size=1, num_spatial_parts=4)
 
 
-def segmenter(classes: int) -> nn.Module:
+def make_segmenter(classes: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, classes, 1))
 
 
-def classifier() -> nn.Module:
+def make_classifier() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1))
 
@@ -40,32 +40,36 @@ class Hidden(nn.Module):
         return nn.CrossEntropyLoss(ignore_index=255)(scores, labels) + 0.1 * scores.square().mean()
 
 
-def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+def draw_numbers(low: int, high: int, *shape: int) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0))
 
 
-VOID = torch.where(numbers(0, 4, 2, *SIZE) == 3, 255, numbers(0, 3, 2, *SIZE))
+VOID = torch.where(draw_numbers(0, 4, 2, *SIZE) == 3, 255, draw_numbers(0, 3, 2, *SIZE))
 TAKEN = {
     "one logit for each pixel": (
-        segmenter(1),
+        make_segmenter(1),
         lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)),
-        numbers(0, 2, 2, *SIZE),
+        draw_numbers(0, 2, 2, *SIZE),
     ),
     "one logit for each image": (
-        classifier(),
+        make_classifier(),
         lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)),
         torch.tensor([0, 1]),
     ),
-    "counts": (classifier(), lambda p, y: F.poisson_nll_loss(p[:, 0], y), torch.tensor([5, 17])),
-    "negative amounts": (classifier(), lambda p, y: F.mse_loss(p[:, 0], y.to(p.dtype)), torch.tensor([-5, 17])),
-    "ignored in a function": (segmenter(3), lambda p, y: F.cross_entropy(p, y, ignore_index=255), VOID),
-    "ignored in a module": (segmenter(3), Hidden(), VOID),
+    "counts": (make_classifier(), lambda p, y: F.poisson_nll_loss(p[:, 0], y), torch.tensor([5, 17])),
+    "negative amounts": (make_classifier(), lambda p, y: F.mse_loss(p[:, 0], y.to(p.dtype)), torch.tensor([-5, 17])),
+    "ignored in a function": (make_segmenter(3), lambda p, y: F.cross_entropy(p, y, ignore_index=255), VOID),
+    "ignored in a module": (make_segmenter(3), Hidden(), VOID),
     "masked by hand": (
-        segmenter(3),
+        make_segmenter(3),
         lambda p, y: (F.cross_entropy(p, y.clamp(max=2), reduction="none") * (y != 255)).mean(),
         VOID,
     ),
-    "more channels than classes": (segmenter(5), lambda p, y: F.cross_entropy(p[:, :3], y), numbers(0, 3, 2, *SIZE)),
+    "more channels than classes": (
+        make_segmenter(5),
+        lambda p, y: F.cross_entropy(p[:, :3], y),
+        draw_numbers(0, 3, 2, *SIZE),
+    ),
 }
 
 
@@ -101,8 +105,10 @@ def test_whatever_plain_pytorch_takes_is_trained(cluster, name: str):
     ],
     ids=["usual", "hidden", "fewer than channels", "one-hot", "log-probabilities"],
 )
-def test_a_class_that_the_loss_does_not_know_is_told_before_a_rank_sees_it(cluster, loss: Loss, label: int, said: str):
-    training = Training(segmenter(3), PLAN, cluster, (2, 3, *SIZE), loss=loss)
+def test_a_class_that_the_loss_does_not_know_is_reported_before_a_rank_sees_it(
+    cluster, loss: Loss, label: int, said: str
+):
+    training = Training(make_segmenter(3), PLAN, cluster, (2, 3, *SIZE), loss=loss)
     labels = torch.ones(2, *SIZE, dtype=torch.int64)
     labels[1, 2, 3] = label
     with pytest.raises(ValueError, match=said):
@@ -134,8 +140,8 @@ def test_images_with_more_classes_are_refused_only_by_a_loss_of_classes(name: st
 def test_classes_of_images_and_of_masks_are_compared_each_with_its_loss():
     """Of three classes of images beside masks of two, a classifier of two would train on an index out of range."""
     images = ExampleImages([], ["a", "b", "c"], SIZE, mask_classes=2)
-    of_pixels = prepare(segmenter(2), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss()).graph
-    of_images = nn.Sequential(segmenter(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    of_pixels = prepare(make_segmenter(2), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss()).graph
+    of_images = nn.Sequential(make_segmenter(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     for found in (images, Subset(images, ())):
         check_classes(found, of_pixels)
         with pytest.raises(ImageError, match="have 3 classes, but the loss takes numbers of 2"):
@@ -144,7 +150,9 @@ def test_classes_of_images_and_of_masks_are_compared_each_with_its_loss():
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, *SIZE)], ids=["of images", "of pixels"])
 def test_one_hot_labels_are_not_filled_with_class_numbers(shape: tuple[int, ...]):
-    model = segmenter(3) if len(shape) > 2 else nn.Sequential(segmenter(3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = make_segmenter(3)
+    if len(shape) == 2:
+        model = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     made = prepare(model, PLAN, (2, 3, *SIZE), nn.BCEWithLogitsLoss(), labels=torch.zeros(shape))
     with pytest.raises(ImageError, match=r"labels of shape .* one class number per image or pixel"):
         check_classes(SyntheticImages(4, SIZE, 2), made.graph)
@@ -182,7 +190,8 @@ def test_random_labels_are_those_that_the_loss_takes():
 
 def test_soft_labels_are_no_class_numbers():
     spec = TensorSpec((2, 3, *SIZE), "float32")
-    assert find_label_specs(prepare(segmenter(3), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss(), labels=spec).graph) == ()
+    graph = prepare(make_segmenter(3), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss(), labels=spec).graph
+    assert find_label_specs(graph) == ()
 
 
 def test_a_single_number_is_no_label_of_images():

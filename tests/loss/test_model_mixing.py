@@ -54,7 +54,7 @@ def append_deviation(x: Tensor) -> Tensor:
     return torch.cat([x, deviation], 1)[:, 1:]
 
 
-def attend_over_images(x: Tensor) -> Tensor:
+def compute_attention_over_images(x: Tensor) -> Tensor:
     flat = x.flatten(1)
     return (torch.softmax(flat @ flat.T, 1) @ flat).view_as(x)
 
@@ -74,7 +74,7 @@ MIXING: dict[str, Change] = {
     "largest of all": lambda x: x / (1 + x.amax()),
     "norm": lambda x: x / (1 + x.norm()),
     "a number of each image": lambda x: x * torch.linspace(0, 1, len(x), dtype=x.dtype).view(-1, 1, 1, 1),
-    "attention": attend_over_images,
+    "attention": compute_attention_over_images,
     "einsum": lambda x: torch.einsum("nchw,mchw->nchw", x, x),
     "another axis": lambda x: x + x.permute(1, 0, 2, 3).flip(1).permute(1, 0, 2, 3),
     "flattened": lambda x: x + x.reshape(-1).flip(0).view_as(x),

@@ -38,7 +38,7 @@ def compute_dice(shares: Tensor, labels: Tensor) -> Tensor:
     return 1 - 2 * (shares * labels).sum() / (shares + labels).sum()
 
 
-def weigh_focally(p: Tensor, y: Tensor) -> Tensor:
+def compute_focal_loss(p: Tensor, y: Tensor) -> Tensor:
     return ((p.sigmoid() - y) ** 2 * F.binary_cross_entropy_with_logits(p, y, reduction="none")).mean()
 
 
@@ -96,7 +96,7 @@ LOSSES: dict[str, tuple[nn.Module, Loss, Tensor, OutputMeaning]] = {
         MAPS,
         LABELS,
     ),
-    "focal": (of_pixels, weigh_focally, MAPS, LABELS),
+    "focal": (of_pixels, compute_focal_loss, MAPS, LABELS),
     "label by label": (
         of_pixels,
         lambda p, y: sum(F.binary_cross_entropy_with_logits(p[:, k], y[:, k]) for k in range(3)),

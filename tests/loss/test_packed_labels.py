@@ -72,12 +72,12 @@ def test_each_plane_has_its_own_classes(name: str):
 
 
 def test_amounts_in_another_plane_are_no_classes():
-    def loss(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    def compute_loss(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
         return F.cross_entropy(o[0], y[:, 0].long()) + F.mse_loss(o[1], y[:, 1, 0, :IMAGE_CLASSES])
 
     labels = make_labels().double()
     labels[:, 1] = -40.5
-    graph = trace(TwoTasks(), loss, TensorSpec(SHAPE, "float64"), TensorSpec(tuple(labels.shape), "float64"))
+    graph = trace(TwoTasks(), compute_loss, TensorSpec(SHAPE, "float64"), TensorSpec(tuple(labels.shape), "float64"))
     assert list(find_invalid_labels(graph, labels)) == []
     assert [spec.classes for spec, _ in find_invalid_labels(graph, make_labels(pixel=3).double())] == [3]
 
@@ -103,17 +103,17 @@ def test_a_step_takes_the_labels_of_both_tasks(name: str):
             training.fit([(images, make_labels(image=5))])
 
 
-def test_a_plane_without_a_label_that_counts_is_told():
+def test_a_plane_without_a_label_that_counts_is_reported():
     """The labels of the other task do not count for it."""
     plan = Plan(split_size=1, spatial_size=0)
 
-    def loss(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    def compute_loss(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
         ignored = F.cross_entropy(o[0], y[:, 0], ignore_index=2)
         return ignored + F.cross_entropy(o[1], y[:, 1, 0, 0])
 
     labels = make_labels()
     labels[:, 0] = 2
     with Cluster(1, backend="loopback") as cluster:
-        training = Training(TwoTasks(), plan, cluster, SHAPE, loss=loss, labels=labels)
+        training = Training(TwoTasks(), plan, cluster, SHAPE, loss=compute_loss, labels=labels)
         with pytest.raises(LossError, match="No label of the batch counts: all are 2, which the loss ignores"):
             training.step(torch.randn(SHAPE), labels)

@@ -23,7 +23,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.train_replicas import with_global_loss
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.training.training_handle import describe_training
-from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced
+from tests.loss.losses import SIZE, WHOLE, compute_dice_loss, make_segmenter, make_unbalanced_batch
 
 SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")
 
@@ -36,7 +36,7 @@ def cluster():
 
 def test_a_mean_of_micro_batches_is_warned_of_and_described(cluster):
     with pytest.warns(UserWarning, match=r"mean of the losses of its 2 micro-batches \(parts=2\)") as caught:
-        training = Training(segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=dice)
+        training = Training(make_segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=compute_dice_loss)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert "div in" in str(caught[0].message)
@@ -54,28 +54,32 @@ def test_a_mean_of_micro_batches_is_warned_of_and_described(cluster):
 def test_of_the_loss_of_the_whole_batch_nobody_is_warned(cluster, loss: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        training = Training(segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=WHOLE[loss])
+        training = Training(make_segmenter(), SEVERAL, cluster, (8, 3, *SIZE), loss=WHOLE[loss])
     assert describe_training(training)["Loss of a step"] == "of the whole batch"
     training.close()
 
 
-def same_denominators(scores: Tensor, labels: Tensor) -> Tensor:
+def compute_terms_of_same_denominator(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels) + 0.4 * F.cross_entropy(2 * scores, labels)
 
 
-def traced(judge, count: int):
+def trace_segmenter(judge, count: int):
     specs = TensorSpec((count, 3, *SIZE), "float64"), TensorSpec((count, *SIZE), "int64")
-    return trace(segmenter(), judge, *specs)
+    return trace(make_segmenter(), judge, *specs)
 
 
 @pytest.mark.parametrize(
     "judge",
-    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.tensor([1.0, 10.0, 0.1]).double()), same_denominators],
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(torch.tensor([1.0, 10.0, 0.1]).double()),
+        compute_terms_of_same_denominator,
+    ],
     ids=["ignored", "weights", "two terms"],
 )
 def test_images_are_weighted_by_what_their_losses_divide_by(judge):
-    (images, labels), model = unbalanced(8, 0), segmenter()
-    weights = ImageWeights.of(lambda count: traced(judge, count))
+    (images, labels), model = make_unbalanced_batch(8, 0), make_segmenter()
+    weights = ImageWeights.of(lambda count: trace_segmenter(judge, count))
     owned = {f"loss.{name}": b for name, b in judge.named_buffers()} if isinstance(judge, nn.Module) else {}
     pairs = list(zip(model(images).split(1), labels.split(1), strict=True))
     found = compute_mean_loss(
@@ -86,15 +90,17 @@ def test_images_are_weighted_by_what_their_losses_divide_by(judge):
 
 @pytest.mark.nightly
 def test_images_without_such_a_weight_count_alike():
-    for judge in (dice, WHOLE["masked"], WHOLE["wrapped"].double(), F.mse_loss):
+    for judge in (compute_dice_loss, WHOLE["masked"], WHOLE["wrapped"].double(), F.mse_loss):
         weights = ImageWeights.of(
-            lambda count, judge=judge: traced(judge, count) if judge is not F.mse_loss else squares(count)
+            lambda count, judge=judge: (
+                trace_segmenter(judge, count) if judge is not F.mse_loss else trace_squares(count)
+            )
         )
         assert weights.compute_weight(torch.zeros(1, *SIZE, dtype=torch.int64), {}) == 1.0
     assert compute_mean_loss([1.0, 4.0], [1.0, 1.0]) == 2.5
 
 
-def squares(count: int):
+def trace_squares(count: int):
     spec = TensorSpec((count, 3, *SIZE), "float64")
     return trace(nn.Conv2d(3, 3, 1).double(), F.mse_loss, spec, spec)
 
@@ -109,7 +115,7 @@ class Masked(SyntheticImages):
 
 
 def test_the_held_out_loss_is_that_of_all_images_at_once():
-    model, images = segmenter(), Masked(5, SIZE, 3, seed=3)
+    model, images = make_segmenter(), Masked(5, SIZE, 3, seed=3)
     recipe = prepare(model, Plan(split_size=1, spatial_size=0, precision="float64"), (2, 3, *SIZE), device="cpu")
     held_out = HeldOutSet(model, nn.CrossEntropyLoss(), recipe, images)
 
@@ -127,8 +133,8 @@ def test_the_held_out_loss_is_that_of_all_images_at_once():
 
 def test_replicas_that_wait_for_each_other_have_the_loss_of_all():
     one, two = Plan(split_size=1, spatial_size=0), Plan(split_size=1, spatial_size=0, data_parallel=2)
-    graph = prepare(segmenter(), one, (2, 3, *SIZE)).graph
+    graph = prepare(make_segmenter(), one, (2, 3, *SIZE)).graph
     assert with_global_loss(graph, one) is graph
     assert [total.source for total in with_global_loss(graph, two).totals] == ["cross_entropy_loss.counted"]
     with pytest.raises(PlanError, match="cannot be joined"):
-        with_global_loss(prepare(segmenter(), one, (2, 3, *SIZE), dice).graph, two)
+        with_global_loss(prepare(make_segmenter(), one, (2, 3, *SIZE), compute_dice_loss).graph, two)

@@ -21,14 +21,16 @@ from tests.loss.losses import Loss
 SHAPE, TWO = (4, 2, 8, 8), Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
 
 
-def scores_of_pixels() -> nn.Module:
+def make_pixel_scorer() -> nn.Module:
     torch.manual_seed(0)
     return nn.Conv2d(2, 3, 3, padding=1).double()
 
 
-def scores_of_images() -> nn.Module:
+def make_image_scorer() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(scores_of_pixels(), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3).double())
+    return nn.Sequential(
+        make_pixel_scorer(), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3).double()
+    )
 
 
 LABELS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,32 +47,32 @@ LABELS: dict[str, Callable[[Tensor], Tensor]] = {
 Change = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
 
 
-def plain(judge: Loss, p: Tensor, y: Tensor) -> Tensor:
+def apply_to_scores(judge: Loss, p: Tensor, y: Tensor) -> Tensor:
     return judge(p, y)
 
 
-def of_logarithms(judge: Loss, p: Tensor, y: Tensor) -> Tensor:
+def apply_to_logarithms(judge: Loss, p: Tensor, y: Tensor) -> Tensor:
     return judge(p.log_softmax(1), y)
 
 
 LOSSES: dict[str, tuple[Any, str, Change]] = {
-    "MSELoss": (nn.MSELoss, "numbers", plain),
-    "L1Loss": (nn.L1Loss, "numbers", plain),
-    "SmoothL1Loss": (nn.SmoothL1Loss, "numbers", plain),
-    "HuberLoss": (nn.HuberLoss, "numbers", plain),
+    "MSELoss": (nn.MSELoss, "numbers", apply_to_scores),
+    "L1Loss": (nn.L1Loss, "numbers", apply_to_scores),
+    "SmoothL1Loss": (nn.SmoothL1Loss, "numbers", apply_to_scores),
+    "HuberLoss": (nn.HuberLoss, "numbers", apply_to_scores),
     "BCELoss": (nn.BCELoss, "shares", lambda judge, p, y: judge(p.sigmoid(), y)),
-    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss, "shares", plain),
-    "KLDivLoss": (nn.KLDivLoss, "probabilities", of_logarithms),
-    "PoissonNLLLoss": (nn.PoissonNLLLoss, "positive", plain),
-    "PoissonNLLLoss, full": (partial(nn.PoissonNLLLoss, full=True), "positive", plain),
-    "SoftMarginLoss": (nn.SoftMarginLoss, "signs", plain),
-    "HingeEmbeddingLoss": (nn.HingeEmbeddingLoss, "signs", plain),
-    "MultiLabelSoftMarginLoss": (nn.MultiLabelSoftMarginLoss, "yes or no", plain),
-    "MultiLabelMarginLoss": (nn.MultiLabelMarginLoss, "several classes", plain),
-    "MultiMarginLoss": (nn.MultiMarginLoss, "classes", plain),
-    "CrossEntropyLoss": (nn.CrossEntropyLoss, "classes", plain),
-    "CrossEntropyLoss, probabilities": (nn.CrossEntropyLoss, "probabilities", plain),
-    "NLLLoss": (nn.NLLLoss, "classes", of_logarithms),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss, "shares", apply_to_scores),
+    "KLDivLoss": (nn.KLDivLoss, "probabilities", apply_to_logarithms),
+    "PoissonNLLLoss": (nn.PoissonNLLLoss, "positive", apply_to_scores),
+    "PoissonNLLLoss, full": (partial(nn.PoissonNLLLoss, full=True), "positive", apply_to_scores),
+    "SoftMarginLoss": (nn.SoftMarginLoss, "signs", apply_to_scores),
+    "HingeEmbeddingLoss": (nn.HingeEmbeddingLoss, "signs", apply_to_scores),
+    "MultiLabelSoftMarginLoss": (nn.MultiLabelSoftMarginLoss, "yes or no", apply_to_scores),
+    "MultiLabelMarginLoss": (nn.MultiLabelMarginLoss, "several classes", apply_to_scores),
+    "MultiMarginLoss": (nn.MultiMarginLoss, "classes", apply_to_scores),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss, "classes", apply_to_scores),
+    "CrossEntropyLoss, probabilities": (nn.CrossEntropyLoss, "probabilities", apply_to_scores),
+    "NLLLoss": (nn.NLLLoss, "classes", apply_to_logarithms),
     "TripletMarginLoss": (nn.TripletMarginLoss, "numbers", lambda judge, p, y: judge(p, y, 1 - y)),
     "TripletMarginWithDistanceLoss": (
         nn.TripletMarginWithDistanceLoss,
@@ -98,18 +100,18 @@ def cluster():
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("make", [scores_of_pixels, scores_of_images])
+@pytest.mark.parametrize("make", [make_pixel_scorer, make_image_scorer])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_warning_comes_exactly_where_the_loss_is_another(cluster, name: str, make: Any, reduction: str):
-    if name in OF_IMAGES and make is scores_of_pixels:
+    if name in OF_IMAGES and make is make_pixel_scorer:
         pytest.skip("PyTorch's loss takes no pixels")
-    found, wanted, warned = losses_of(cluster, name, make(), reduction)
+    found, wanted, warned = compute_losses(cluster, name, make(), reduction)
     assert (found == pytest.approx(wanted, rel=1e-12, abs=1e-13)) == (not warned), warned
     assert bool(warned) == (name == "root of MSELoss")
     assert all("(see sqrt in loss" in text for text in warned)
 
 
-def losses_of(cluster: Cluster, name: str, model: nn.Module, reduction: str) -> tuple[float, float, list[str]]:
+def compute_losses(cluster: Cluster, name: str, model: nn.Module, reduction: str) -> tuple[float, float, list[str]]:
     """The loss of a step in two micro-batches, that of the whole batch, and the warnings on the way."""
     made, kind, change = LOSSES[name]
     loss: Loss = partial(change, made(reduction=reduction))
@@ -128,6 +130,6 @@ def losses_of(cluster: Cluster, name: str, model: nn.Module, reduction: str) -> 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss])
 def test_the_answer_of_a_loss_that_broadcasts_is_the_models_own(loss: Loss):
-    graph = trace(scores_of_pixels(), loss, TensorSpec(SHAPE, "float64"), TensorSpec((4, 3, 8, 8), "float64"))
+    graph = trace(make_pixel_scorer(), loss, TensorSpec(SHAPE, "float64"), TensorSpec((4, 3, 8, 8), "float64"))
     assert graph.answers == ("conv2d",)
     assert [node.operator for node in graph.nodes if node.module == "loss"] == [f"aten.{loss.__name__}.default"]

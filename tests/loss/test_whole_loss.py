@@ -18,7 +18,18 @@ from mpi4dl_nb.engines.train.oracle import to_plain_names
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
-from tests.loss.losses import RATE, SIZE, WHOLE, Loss, dice, dice_of_images, focal, plain, segmenter, unbalanced
+from tests.loss.losses import (
+    RATE,
+    SIZE,
+    WHOLE,
+    Loss,
+    compute_dice_loss,
+    compute_dice_of_images,
+    compute_focal_loss,
+    make_segmenter,
+    make_unbalanced_batch,
+    train_plain,
+)
 
 float64 = partial(Plan, precision="float64")
 PLANS = {
@@ -40,18 +51,18 @@ SOME = (
 )
 
 
-def recipe_of(plan: Plan, loss: Loss, images: int) -> Recipe:
+def prepare_recipe(plan: Plan, loss: Loss, images: int) -> Recipe:
     optimiser = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
-    return prepare(segmenter(), plan, (images // plan.batches, 3, *SIZE), loss, optimiser, device="cpu")
+    return prepare(make_segmenter(), plan, (images // plan.batches, 3, *SIZE), loss, optimiser, device="cpu")
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "loss"), sorted(set(SOME)))
 def test_three_steps_are_those_of_the_whole_batch(name: str, loss: str):
     plan, judge = PLANS[name], WHOLE[loss]
-    whole = [unbalanced(8, seed) for seed in range(3)]
-    recipe = recipe_of(plan, judge, 8)
-    losses, gradients, weights = plain(segmenter(), judge, whole)
+    whole = [make_unbalanced_batch(8, seed) for seed in range(3)]
+    recipe = prepare_recipe(plan, judge, 8)
+    losses, gradients, weights = train_plain(make_segmenter(), judge, whole)
 
     def work(world):
         training = RankTraining(world, recipe)
@@ -72,8 +83,8 @@ def test_three_steps_are_those_of_the_whole_batch(name: str, loss: str):
 
 def test_tiles_in_turn_in_one_process_as_well():
     plan = float64(split_size=1, num_spatial_parts=4, parts=4)
-    recipe, (images, labels) = recipe_of(plan, WHOLE["wrapped"], 8), unbalanced(8, 0)
-    (wanted,), (gradients,), _ = plain(segmenter(), WHOLE["wrapped"], [(images, labels)])
+    recipe, (images, labels) = prepare_recipe(plan, WHOLE["wrapped"], 8), make_unbalanced_batch(8, 0)
+    (wanted,), (gradients,), _ = train_plain(make_segmenter(), WHOLE["wrapped"], [(images, labels)])
     trainings, step = make_ranks_in_turn(recipe)
     step({"images": images, "labels": labels})
     losses = [loss for training in trainings for loss in training.report.losses.values()]
@@ -86,16 +97,16 @@ def test_tiles_in_turn_in_one_process_as_well():
 def test_bits_are_those_of_separate_means_where_all_labels_count():
     """What is divided by is the same number then, so nothing has changed for those who ignore nothing."""
     plan = Plan(split_size=2, spatial_size=0, parts=4)
-    recipe = prepare(segmenter().float(), plan, (8, 3, *SIZE), device="cpu")
+    recipe = prepare(make_segmenter().float(), plan, (8, 3, *SIZE), device="cpu")
     labels = torch.randint(3, (8, *SIZE), generator=torch.Generator().manual_seed(0))
-    images = unbalanced(8, 0)[0].float()
+    images = make_unbalanced_batch(8, 0)[0].float()
 
     def work(world):
         training = RankTraining(world, recipe)
         return training.step(training.cut({"images": images, "labels": labels})).losses
 
     found = run_ranks(2, work)[1]
-    model = segmenter().float()
+    model = make_segmenter().float()
     pairs = zip(images.chunk(4), labels.chunk(4), strict=True)
     assert [found[number] for number in range(4)] == [F.cross_entropy(model(x), y).item() for x, y in pairs]
 
@@ -118,8 +129,8 @@ def test_a_loss_without_such_a_denominator_has_the_program_that_it_had(loss: Los
 
 
 def test_what_is_no_sum_or_mean_stays_a_mean_of_micro_batches():
-    plan, (images, labels) = PLANS["parts"], unbalanced(8, 0)
-    recipe = recipe_of(plan, dice, 8)
+    plan, (images, labels) = PLANS["parts"], make_unbalanced_batch(8, 0)
+    recipe = prepare_recipe(plan, compute_dice_loss, 8)
     assert recipe.graph.whole.unknown
     assert not recipe.has_whole_loss
 
@@ -127,14 +138,14 @@ def test_what_is_no_sum_or_mean_stays_a_mean_of_micro_batches():
         training = RankTraining(world, recipe)
         return training.step(training.cut({"images": images, "labels": labels})).losses
 
-    found, model = run_ranks(2, work)[1], segmenter()
+    found, model = run_ranks(2, work)[1], make_segmenter()
     pairs = zip(images.chunk(2), labels.chunk(2), strict=True)
-    assert list(found.values()) == pytest.approx([dice(model(x), y).item() for x, y in pairs], rel=1e-12)
+    assert list(found.values()) == pytest.approx([compute_dice_loss(model(x), y).item() for x, y in pairs], rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", [focal, dice_of_images], ids=["focal", "dice of images"])
+@pytest.mark.parametrize("loss", [compute_focal_loss, compute_dice_of_images], ids=["focal", "dice of images"])
 def test_means_over_images_are_known_as_such(loss: Loss):
-    whole = recipe_of(PLANS["parts"], loss, 8).graph.whole
+    whole = prepare_recipe(PLANS["parts"], loss, 8).graph.whole
     assert (whole.unknown, whole.totals, whole.scaled) == ("", (), False)
 
 
@@ -151,16 +162,16 @@ def test_verify_compares_with_the_whole_batch():
             x = self.norm(self.first(x)).relu()
             return {"out": self.out(x), "aux": self.aux(x)}
 
-    def judge(answer, labels):
+    def compute_loss(answer, labels):
         terms = [F.cross_entropy(answer[name], labels, ignore_index=2) for name in ("out", "aux")]
         return terms[0] + 0.4 * terms[1]
 
     plan = float64(split_size=2, num_spatial_parts=2, slice_method="vertical", parts=2)
     torch.manual_seed(0)
     model = Several()
-    recipe = prepare(model, plan, (4, 3, *SIZE), judge, labels=TensorSpec((4, *SIZE), "int64"), device="cpu")
+    recipe = prepare(model, plan, (4, 3, *SIZE), compute_loss, labels=TensorSpec((4, *SIZE), "int64"), device="cpu")
     assert recipe.has_whole_loss
-    line, *_ = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, judge, seed=0))
+    line, *_ = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, compute_loss, seed=0))
     assert line["ok"], line
     assert any(
         len({int((part == 2).sum()) for part in each["labels"].chunk(2)}) == 2 for each in make_batches(recipe, 0)

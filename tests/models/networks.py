@@ -21,7 +21,7 @@ Network = tuple[Build, tuple[int, int]]
 """A function that makes a network, and the height and width of its images."""
 
 
-def _from_stock(stock: Stock) -> Network:
+def _make_stock_network(stock: Stock) -> Network:
     flags = ["--model", stock.model, "--model-args", json.dumps(stock.narrow), "--image-size", stock.small]
 
     def build() -> nn.Module:
@@ -31,15 +31,15 @@ def _from_stock(stock: Stock) -> Network:
     return build, options.parse_image_size(stock.small)
 
 
-def _monai(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
+def _make_monai_network(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
     return lambda: getattr(pytest.importorskip("monai.networks.nets"), name)(**arguments), size
 
 
-def _segmenter(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
-    return _monai(name, size, **{"spatial_dims": 2, "in_channels": 3, "out_channels": 3} | arguments)
+def _make_segmenter(name: str, size: tuple[int, int] = (32, 32), **arguments: Any) -> Network:
+    return _make_monai_network(name, size, **{"spatial_dims": 2, "in_channels": 3, "out_channels": 3} | arguments)
 
 
-def _of_transformers(
+def _make_transformer(
     config: str, size: tuple[int, int] = (32, 32), task: str = "ImageClassification", **arguments: Any
 ) -> Network:
     def build() -> nn.Module:
@@ -58,7 +58,11 @@ _UNET = {"channels": (8, 16, 32), "strides": (2, 2)}
 _HEAD = {"in_shape": (3, 32, 32), "channels": (8, 8), "strides": (2, 2)}
 
 NETWORKS: dict[str, Network] = {
-    **{name: _from_stock(stock) for name, stock in (STOCK | AS_WRITTEN | MORE).items() if name != "MONAI DenseNet121"},
+    **{
+        name: _make_stock_network(stock)
+        for name, stock in (STOCK | AS_WRITTEN | MORE).items()
+        if name != "MONAI DenseNet121"
+    },
     "our ResNet-20 v1": (partial(resnet20_v1, num_classes=5), (32, 32)),
     "our ResNet-20 v2": (partial(resnet_v2, 20, num_classes=5), (32, 32)),
     "our U-Net": (partial(UNet, num_classes=4, width=8), (32, 32)),
@@ -66,14 +70,14 @@ NETWORKS: dict[str, Network] = {
     "skips": (zoo.Skips, (24, 32)),
     "a segmenter": (zoo.Segmenter, (24, 32)),
     "a chain": (zoo.Chain, (24, 32)),
-    "MONAI UNet, group norm": _segmenter(
+    "MONAI UNet, group norm": _make_segmenter(
         "UNet", **_UNET, out_channels=4, num_res_units=1, norm=("group", {"num_groups": 4})
     ),
-    "MONAI UNet, batch norm": _segmenter("UNet", **_UNET, num_res_units=1, norm="batch"),
-    "MONAI UNet, PReLU": _segmenter("UNet", **_UNET, act="prelu"),
-    "MONAI BasicUNet, batch norm": _segmenter("BasicUNet", features=(8, 8, 16, 24, 32, 8), norm="batch"),
-    "MONAI SegResNet, batch norm": _segmenter("SegResNet", norm="batch", init_filters=8),
-    "MONAI DynUNet, batch norm": _segmenter(
+    "MONAI UNet, batch norm": _make_segmenter("UNet", **_UNET, num_res_units=1, norm="batch"),
+    "MONAI UNet, PReLU": _make_segmenter("UNet", **_UNET, act="prelu"),
+    "MONAI BasicUNet, batch norm": _make_segmenter("BasicUNet", features=(8, 8, 16, 24, 32, 8), norm="batch"),
+    "MONAI SegResNet, batch norm": _make_segmenter("SegResNet", norm="batch", init_filters=8),
+    "MONAI DynUNet, batch norm": _make_segmenter(
         "DynUNet",
         kernel_size=[3, 3, 3],
         strides=[1, 2, 2],
@@ -81,40 +85,40 @@ NETWORKS: dict[str, Network] = {
         filters=[8, 8, 16],
         norm_name="batch",
     ),
-    "MONAI AutoEncoder": _segmenter("AutoEncoder", channels=(8, 16), strides=(2, 2)),
-    "MONAI MedNeXt": _segmenter("MedNeXt", init_filters=4, blocks_down=_ONE, blocks_bottleneck=1, blocks_up=_ONE),
-    "MONAI DenseNet": _monai(
+    "MONAI AutoEncoder": _make_segmenter("AutoEncoder", channels=(8, 16), strides=(2, 2)),
+    "MONAI MedNeXt": _make_segmenter("MedNeXt", init_filters=4, blocks_down=_ONE, blocks_bottleneck=1, blocks_up=_ONE),
+    "MONAI DenseNet": _make_monai_network(
         "DenseNet", spatial_dims=2, in_channels=3, out_channels=5, init_features=8, growth_rate=4, block_config=(2, 2)
     ),
-    "MONAI Classifier": _monai("Classifier", classes=5, **_HEAD),
-    "MONAI Regressor": _monai("Regressor", out_shape=(3,), **_HEAD),
-    "MONAI Critic": _monai("Critic", **_HEAD),
-    "MONAI EfficientNet": _monai(
+    "MONAI Classifier": _make_monai_network("Classifier", classes=5, **_HEAD),
+    "MONAI Regressor": _make_monai_network("Regressor", out_shape=(3,), **_HEAD),
+    "MONAI Critic": _make_monai_network("Critic", **_HEAD),
+    "MONAI EfficientNet": _make_monai_network(
         "EfficientNet",
         blocks_args_str=["r1_k3_s11_e1_i32_o16_se0.25", "r1_k5_s22_e6_i16_o24_se0.25"],
         width_coefficient=0.25,
         image_size=32,
         num_classes=5,
     ),
-    "transformers ViT": _of_transformers("ViT", **_VIT),
-    "transformers DeiT": _of_transformers("DeiT", **_VIT),
-    "transformers ViT-MSN": _of_transformers("ViTMSN", **_VIT),
-    "transformers DINOv2": _of_transformers("Dinov2", **_VIT),
-    "transformers Data2Vec": _of_transformers("Data2VecVision", **_VIT),
-    "transformers BEiT": _of_transformers("Beit", **_VIT),
-    "transformers Swin": _of_transformers(
+    "transformers ViT": _make_transformer("ViT", **_VIT),
+    "transformers DeiT": _make_transformer("DeiT", **_VIT),
+    "transformers ViT-MSN": _make_transformer("ViTMSN", **_VIT),
+    "transformers DINOv2": _make_transformer("Dinov2", **_VIT),
+    "transformers Data2Vec": _make_transformer("Data2VecVision", **_VIT),
+    "transformers BEiT": _make_transformer("Beit", **_VIT),
+    "transformers Swin": _make_transformer(
         "Swin", image_size=32, patch_size=2, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=4
     ),
-    "transformers Swin V2": _of_transformers(
+    "transformers Swin V2": _make_transformer(
         "Swinv2", image_size=32, patch_size=2, embed_dim=8, depths=[1, 2], num_heads=[1, 2], window_size=4
     ),
-    "transformers MobileViT": _of_transformers(
+    "transformers MobileViT": _make_transformer(
         "MobileViT", (64, 64), image_size=64, hidden_sizes=[16, 16, 24], neck_hidden_sizes=[8, 8, 8, 8, 16, 16, 16]
     ),
-    "transformers MobileViT V2": _of_transformers(
+    "transformers MobileViT V2": _make_transformer(
         "MobileViTV2", (64, 64), image_size=64, width_multiplier=0.25, n_attn_blocks=[1, 1, 1]
     ),
-    "transformers EfficientNet": _of_transformers(
+    "transformers EfficientNet": _make_transformer(
         "EfficientNet",
         width_coefficient=0.25,
         depth_coefficient=1.0,
@@ -126,7 +130,7 @@ NETWORKS: dict[str, Network] = {
         expand_ratios=[1, 6],
         hidden_dim=320,
     ),
-    "transformers LeViT": _of_transformers(
+    "transformers LeViT": _make_transformer(
         "Levit",
         (64, 64),
         image_size=64,
@@ -135,14 +139,14 @@ NETWORKS: dict[str, Network] = {
         depths=[1, 1, 1],
         key_dim=[8, 8, 8],
     ),
-    "transformers PVT": _of_transformers("Pvt", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
-    "transformers PVT V2": _of_transformers("PvtV2", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
-    "transformers FocalNet": _of_transformers("FocalNet", image_size=32, embed_dim=8, depths=[1, 1, 1, 1]),
-    "transformers SegFormer": _of_transformers("Segformer", **_STAGES),
-    "transformers SegFormer, segmenting": _of_transformers(
+    "transformers PVT": _make_transformer("Pvt", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
+    "transformers PVT V2": _make_transformer("PvtV2", image_size=32, num_attention_heads=[1, 2, 2, 4], **_STAGES),
+    "transformers FocalNet": _make_transformer("FocalNet", image_size=32, embed_dim=8, depths=[1, 1, 1, 1]),
+    "transformers SegFormer": _make_transformer("Segformer", **_STAGES),
+    "transformers SegFormer, segmenting": _make_transformer(
         "Segformer", (64, 64), "SemanticSegmentation", decoder_hidden_size=16, **_STAGES
     ),
-    "transformers HGNetV2": _of_transformers(
+    "transformers HGNetV2": _make_transformer(
         "HGNetV2",
         embedding_size=8,
         hidden_sizes=[16, 16, 24, 32],
@@ -153,17 +157,17 @@ NETWORKS: dict[str, Network] = {
         stage_num_blocks=[1, 1, 1, 1],
         stage_numb_of_layers=[2, 2, 2, 2],
     ),
-    "transformers SwiftFormer": _of_transformers(
+    "transformers SwiftFormer": _make_transformer(
         "SwiftFormer", (64, 64), image_size=64, depths=[1, 1, 1, 1], embed_dims=[8, 8, 16, 16]
     ),
-    "transformers TextNet": _of_transformers(
+    "transformers TextNet": _make_transformer(
         "TextNet",
         stem_out_channels=8,
         hidden_sizes=[8, 8, 16, 16, 24],
         conv_layer_kernel_sizes=[[[3, 3]], [[1, 3]], [[3, 1]], [[3, 3]]],
         conv_layer_strides=[[1], [2], [2], [2]],
     ),
-    "transformers Hiera": _of_transformers(
+    "transformers Hiera": _make_transformer(
         "Hiera", (32, 32), image_size=[32, 32], embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1]
     ),
 }

@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.plan import Plan
 SIZE_PX = (25, 22)  # which no grid here cuts evenly
 
 
-def conv(channels: int, out: int, size: int = 3) -> nn.Conv2d:
+def make_conv(channels: int, out: int, size: int = 3) -> nn.Conv2d:
     return nn.Conv2d(channels, out, size, padding=size // 2)
 
 
@@ -29,8 +29,8 @@ class Segments(nn.Module):
 
     def __init__(self, middle: Callable[..., Tensor], **modules: nn.Module) -> None:
         super().__init__()
-        self.first, self.norm, self.second = conv(3, 4), nn.BatchNorm2d(4), conv(4, 4)
-        self.third, self.last = conv(4, 4), nn.Conv2d(4, 3, 1)
+        self.first, self.norm, self.second = make_conv(3, 4), nn.BatchNorm2d(4), make_conv(4, 4)
+        self.third, self.last = make_conv(4, 4), nn.Conv2d(4, 3, 1)
         self.middle = middle
         for name, module in modules.items():
             setattr(self, name, module)
@@ -46,8 +46,10 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 4))
-        self.head = nn.Sequential(conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1))
+        self.backbone = nn.Sequential(
+            make_conv(3, 4), nn.ReLU(), make_conv(4, 4), nn.BatchNorm2d(4), nn.ReLU(), make_conv(4, 4)
+        )
+        self.head = nn.Sequential(make_conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -60,7 +62,7 @@ class Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.student = conv(3, 4), nn.Sequential(conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1))
+        self.shared, self.student = make_conv(3, 4), nn.Sequential(make_conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1))
         self.teacher = copy.deepcopy(self.student)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,25 +78,25 @@ class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mean = torch.tensor([0.5, 0.4, 0.3], dtype=torch.float64).view(3, 1, 1)
-        self.net = nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1))
+        self.net = nn.Sequential(make_conv(3, 4), nn.ReLU(), make_conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1))
 
     @torch.no_grad()
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
         x = x.clone().sub_(self.mean)
         return x.div_(x.new_tensor([0.2, 0.3, 0.4]).view(3, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.normalised(x[:, [2, 1, 0]]))
+        return self.net(self.normalise(x[:, [2, 1, 0]]))
 
 
-def shifted(_: nn.Module, x: Tensor) -> Tensor:
+def move_channels(_: nn.Module, x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[:, :2] = x[:, 2:]
     y[:, 2:] = x[:, :2]
     return y
 
 
-def rows_moved(_: nn.Module, x: Tensor) -> Tensor:
+def move_rows(_: nn.Module, x: Tensor) -> Tensor:
     y = x.clone()
     y[:, :, 1:] = x[:, :, :-1]
     y[:, :, :, -1] *= 2
@@ -102,14 +104,14 @@ def rows_moved(_: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def dropped(_: nn.Module, x: Tensor) -> Tensor:
+def drop_in_place(_: nn.Module, x: Tensor) -> Tensor:
     """In place behind a dropout, which draws the same on tiles as on the whole image."""
     y = F.dropout(x, 0.0)
     y *= torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=x.dtype).view(4, 1, 1)
     return y
 
 
-def weighted_by_itself(_: nn.Module, x: Tensor) -> Tensor:
+def scale_by_itself(_: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         weight = torch.sigmoid(x) * 2
         with torch.enable_grad():
@@ -118,18 +120,18 @@ def weighted_by_itself(_: nn.Module, x: Tensor) -> Tensor:
     return y * weight + x
 
 
-def without_autocast(_: nn.Module, x: Tensor) -> Tensor:
+def normalise_without_autocast(_: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return x * x.square().mean((2, 3), keepdim=True).add(1).rsqrt()
 
 
-def axes_by_a_list(_: nn.Module, x: Tensor) -> Tensor:
+def subtract_means_of_listed_axes(_: nn.Module, x: Tensor) -> Tensor:
     axes = torch.arange(2, x.dim()).tolist()
     scale = torch.linspace(1, 2, int(torch.tensor(x.shape[1]))).to(x)
     return x * scale.view(-1, 1, 1) - x.mean(axes, keepdim=True)
 
 
-def window_attention(net: nn.Module, x: Tensor, window: int = 4) -> Tensor:
+def compute_window_attention(net: nn.Module, x: Tensor, window: int = 4) -> Tensor:
     """Swin's shifted windows (Liu et al., 2021, arXiv:2103.14030), as torchvision writes them."""
     x = x.permute(0, 2, 3, 1)
     n, height, width, channels = x.shape
@@ -162,27 +164,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen backbone": Frozen,
     "teacher": Teacher,
     "normaliser": Normalised,
-    "channels shifted": lambda: Segments(shifted),
-    "rows moved": lambda: Segments(rows_moved),
-    "dropout and a constant": lambda: Segments(dropped),
-    "weights without gradient": lambda: Segments(weighted_by_itself),
-    "autocast off": lambda: Segments(without_autocast),
-    "axes by a list": lambda: Segments(axes_by_a_list),
-    "window attention": lambda: Segments(window_attention, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4)),
+    "channels shifted": lambda: Segments(move_channels),
+    "rows moved": lambda: Segments(move_rows),
+    "dropout and a constant": lambda: Segments(drop_in_place),
+    "weights without gradient": lambda: Segments(scale_by_itself),
+    "autocast off": lambda: Segments(normalise_without_autocast),
+    "axes by a list": lambda: Segments(subtract_means_of_listed_axes),
+    "window attention": lambda: Segments(compute_window_attention, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4)),
 }
 ACROSS_STAGES = ("frozen backbone", "rows moved")
 
 
-def tiles(grid: str, split: int = 1, **more: object) -> Plan:
+def make_tile_plan(grid: str, split: int = 1, **more: object) -> Plan:
     return Plan(split_size=split, spatial_size=1, slice_method=grid, precision="float64", **more)
 
 
 PLANS = {
-    "tiles": tiles("2x2"),
-    "strips, computed again": tiles("3x1", checkpoint_activations=True),
-    "fused": tiles("2x2", halo_d2=True, fused_layers=2),
-    "overlapped": tiles("1x4", overlap_halos=True),
-    "two stages": tiles("1x3", split=2),
+    "tiles": make_tile_plan("2x2"),
+    "strips, computed again": make_tile_plan("3x1", checkpoint_activations=True),
+    "fused": make_tile_plan("2x2", halo_d2=True, fused_layers=2),
+    "overlapped": make_tile_plan("1x4", overlap_halos=True),
+    "two stages": make_tile_plan("1x3", split=2),
     "layers": Plan(split_size=3, spatial_size=0, precision="float64"),
     "zero bubble": Plan(split_size=2, spatial_size=0, parts=2, schedule="zero_bubble", precision="float64"),
 }
@@ -253,7 +255,7 @@ def test_stages_end_anywhere(name: str, clusters: dict[int, Cluster]):
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 
 
-def focal(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_focal_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     entropy = F.cross_entropy(prediction, labels, reduction="none")
     with torch.no_grad():
         weight = 1 - torch.exp(-entropy)
@@ -261,21 +263,21 @@ def focal(prediction: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def hardness(entropy: Tensor) -> Tensor:
+def compute_hardness(entropy: Tensor) -> Tensor:
     return entropy.clamp_max(2.0)
 
 
-def off(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_loss_without_autocast(prediction: Tensor, labels: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return F.cross_entropy(prediction.to(torch.float64), labels)
 
 
-def decorated(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_loss_with_decorator(prediction: Tensor, labels: Tensor) -> Tensor:
     entropy = F.cross_entropy(prediction, labels, reduction="none")
-    return (entropy * hardness(entropy)).mean()
+    return (entropy * compute_hardness(entropy)).mean()
 
 
-def without_void(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_loss_without_void(prediction: Tensor, labels: Tensor) -> Tensor:
     entropy = F.cross_entropy(prediction, labels, reduction="none")
     entropy = entropy.clone()
     entropy[labels == 2] = 0
@@ -285,11 +287,11 @@ def without_void(prediction: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weights made in the loss": lambda o, y: F.cross_entropy(o, y, weight=torch.tensor([1.0, 2.0, 0.5]).to(o)),
     "weights of a closure": lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS),
-    "focal, without gradient": focal,
-    "decorated": decorated,
-    "autocast off": off,
+    "focal, without gradient": compute_focal_loss,
+    "decorated": compute_loss_with_decorator,
+    "autocast off": compute_loss_without_autocast,
     "one hot by scatter_": lambda o, y: F.mse_loss(o, torch.zeros_like(o).scatter_(1, y[:, None], 1.0)),
-    "void pixels by assignment": without_void,
+    "void pixels by assignment": compute_loss_without_void,
 }
 
 
@@ -298,7 +300,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_a_loss_as_people_write_it(name: str, clusters: dict[int, Cluster]):
     for plan in (PLANS["tiles"], PLANS["two stages"]):
         torch.manual_seed(1)
-        model = nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
+        model = nn.Sequential(make_conv(3, 4), nn.ReLU(), make_conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
         assert_trains_as_plain_pytorch(model, LOSSES[name], plan, clusters)
 
 
@@ -322,5 +324,5 @@ def test_monai_losses(name: str, weighted: bool, clusters: dict[int, Cluster]):
     rel = 1e-6 if name == "FocalLoss" else 1e-11  # it computes in float32, whatever it is given
     for plan in (PLANS["tiles"], PLANS["two stages"]):
         torch.manual_seed(1)
-        model = nn.Sequential(conv(3, 4), nn.ReLU(), conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
+        model = nn.Sequential(make_conv(3, 4), nn.ReLU(), make_conv(4, 4), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
         assert_trains_as_plain_pytorch(model, copy.deepcopy(loss).double(), plan, clusters, labels, rel)

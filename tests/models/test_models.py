@@ -43,25 +43,25 @@ every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys()
 every_small_model = pytest.mark.parametrize("make", SMALL.values(), ids=SMALL.keys())
 
 
-def parameters(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def convolutions(model: nn.Module) -> dict[str, nn.Conv2d]:
+def find_convolutions(model: nn.Module) -> dict[str, nn.Conv2d]:
     return {name: part for name, part in model.named_modules() if isinstance(part, nn.Conv2d)}
 
 
-def shapes_after_blocks(model: nn.Module, image: Tensor) -> list[tuple[int, ...]]:
+def list_shapes_after_blocks(model: nn.Module, image: Tensor) -> list[tuple[int, ...]]:
     """(channels, rows, columns) after the stem and after each block whose shape differs from the last."""
     shapes: list[tuple[int, ...]] = []
 
-    def note(_module: nn.Module, _inputs: object, out: Tensor | tuple[Tensor, Tensor]) -> None:
+    def record_shape(_module: nn.Module, _inputs: object, out: Tensor | tuple[Tensor, Tensor]) -> None:
         shape = tuple((out if isinstance(out, Tensor) else out[0]).shape[1:])
         if shapes[-1:] != [shape]:
             shapes.append(shape)
 
     for part in (model.get_submodule("stem"), *model.get_submodule("blocks").children()):
-        part.register_forward_hook(note)
+        part.register_forward_hook(record_shape)
     model(image)
     return shapes
 
@@ -103,7 +103,7 @@ def test_export_on_meta_keeps_names_and_shapes(make: Make, size_px: tuple[int, i
     assert out.meta["val"].shape == (2, 10)
     assert exported.state_dict.keys() == model.state_dict().keys()
     convolved = sum(node.target == torch.ops.aten.conv2d.default for node in graph.nodes)
-    assert convolved == len(convolutions(model)), "each convolution is called once"
+    assert convolved == len(find_convolutions(model)), "each convolution is called once"
 
 
 @every_small_model
@@ -119,7 +119,7 @@ def test_every_parameter_gets_a_gradient(make: Make) -> None:
 @every_model
 def test_no_convolution_has_a_bias_and_no_activation_works_in_place(make: Make) -> None:
     model = make().to("meta")
-    assert [name for name, conv in convolutions(model).items() if conv.bias is not None] == []
+    assert [name for name, conv in find_convolutions(model).items() if conv.bias is not None] == []
     assert not any(part.inplace for part in model.modules() if isinstance(part, nn.ReLU))
     assert [name for name, _ in model.named_children()] == ["stem", "blocks", "head"]
 
@@ -127,7 +127,7 @@ def test_no_convolution_has_a_bias_and_no_activation_works_in_place(make: Make) 
 # ---- ResNet
 
 
-def v1_parameters(n: int, classes: int) -> int:
+def count_v1_parameters(n: int, classes: int) -> int:
     """Counted from arXiv:1512.03385, section 4.2: 2n 3x3 convolutions at 16, 32 and 64 channels."""
     total = (9 * 3 * 16 + 2 * 16) + 2 * n * (9 * 16 * 16 + 2 * 16)
     for wide in (32, 64):
@@ -135,7 +135,7 @@ def v1_parameters(n: int, classes: int) -> int:
     return total + (64 + 1) * classes
 
 
-def v2_parameters(n: int, classes: int) -> int:
+def count_v2_parameters(n: int, classes: int) -> int:
     """n bottlenecks (1x1, 3x3, 1x1) in each stage; the first of all has no batch norm before it."""
     total, before = 9 * 3 * 16 + 2 * 16 - 2 * 16, 16
     for inner, out in ((16, 64), (64, 128), (128, 256)):
@@ -149,8 +149,8 @@ def v2_parameters(n: int, classes: int) -> int:
 @pytest.mark.parametrize("n", [1, 2, 3, 9, 12])
 def test_resnet_parameters_in_closed_form(n: int) -> None:
     with torch.device("meta"):
-        assert parameters(resnet_v1(6 * n + 2, num_classes=13)) == v1_parameters(n, classes=13)
-        assert parameters(resnet_v2(9 * n + 2, num_classes=13)) == v2_parameters(n, classes=13)
+        assert count_parameters(resnet_v1(6 * n + 2, num_classes=13)) == count_v1_parameters(n, classes=13)
+        assert count_parameters(resnet_v2(9 * n + 2, num_classes=13)) == count_v2_parameters(n, classes=13)
 
 
 @pytest.mark.parametrize(
@@ -163,22 +163,22 @@ def test_resnet_parameters_in_closed_form(n: int) -> None:
 def test_resnet_parameters_as_keras_publishes_them(make: Make, depth: int, keras_trainable: int) -> None:
     """The summaries that Keras' cifar10_resnet.py prints; its convolutions also have biases."""
     model = make(depth)
-    biases = sum(conv.out_channels for conv in convolutions(model).values())
-    assert parameters(model) + biases == keras_trainable
+    biases = sum(conv.out_channels for conv in find_convolutions(model).values())
+    assert count_parameters(model) + biases == keras_trainable
 
 
 def test_the_two_named_resnets() -> None:
-    assert parameters(resnet20_v1()) == 272_282  # "0.27M", arXiv:1512.03385, Table 6
-    assert parameters(resnet110_v2()) == 3_291_610  # 3.3M, less Keras' 10,832 biases
+    assert count_parameters(resnet20_v1()) == 272_282  # "0.27M", arXiv:1512.03385, Table 6
+    assert count_parameters(resnet110_v2()) == 3_291_610  # 3.3M, less Keras' 10,832 biases
     assert len(resnet110_v2().get_submodule("blocks")) == 36  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("make", "depth"), [(resnet_v1, 20), (resnet_v1, 56), (resnet_v2, 29), (resnet_v2, 110)])
 def test_depth_counts_convolutions_and_the_linear_layer(make: Make, depth: int) -> None:
     model = make(depth)
-    on_the_path = [name for name in convolutions(model) if "shortcut" not in name]
+    on_the_path = [name for name in find_convolutions(model) if "shortcut" not in name]
     assert len(on_the_path) + 1 == depth
-    projections = {name for name in convolutions(model) if "shortcut" in name}
+    projections = {name for name in find_convolutions(model) if "shortcut" in name}
     n = len(model.get_submodule("blocks")) // 3  # type: ignore[arg-type]
     widened = (n, 2 * n) if make is resnet_v1 else (0, n, 2 * n)
     assert projections == {f"blocks.{index}.shortcut" for index in widened}
@@ -186,8 +186,8 @@ def test_depth_counts_convolutions_and_the_linear_layer(make: Make, depth: int) 
 
 def test_resnet_shapes_at_a_size_that_is_no_power_of_two() -> None:
     image = torch.randn(1, 3, 100, 135)
-    assert shapes_after_blocks(resnet_v1(20), image) == [(16, 100, 135), (32, 50, 68), (64, 25, 34)]
-    assert shapes_after_blocks(resnet_v2(20), image) == [
+    assert list_shapes_after_blocks(resnet_v1(20), image) == [(16, 100, 135), (32, 50, 68), (64, 25, 34)]
+    assert list_shapes_after_blocks(resnet_v2(20), image) == [
         (16, 100, 135),  # stem
         (64, 100, 135),
         (128, 50, 68),
@@ -196,15 +196,15 @@ def test_resnet_shapes_at_a_size_that_is_no_power_of_two() -> None:
 
 
 def test_v2_leaves_the_shortcut_clear_and_activates_before_each_convolution() -> None:
-    def kinds(block: nn.Module) -> str:
+    def list_kinds(block: nn.Module) -> str:
         letters = {nn.BatchNorm2d: "B", nn.ReLU: "R", nn.Conv2d: "C"}
         return "".join(letters[type(part)] for part in block.get_submodule("branch").children())
 
     first, *others = resnet_v2(20).get_submodule("blocks").children()
-    assert kinds(first) == "CBRCBRC", "the stem has activated its output already"
-    assert {kinds(block) for block in others} == {"BRCBRCBRC"}
+    assert list_kinds(first) == "CBRCBRC", "the stem has activated its output already"
+    assert {list_kinds(block) for block in others} == {"BRCBRCBRC"}
     assert {type(block.get_submodule("after")) for block in (first, *others)} == {nn.Identity}
-    (kind,) = {kinds(block) for block in resnet_v1(20).get_submodule("blocks").children()}
+    (kind,) = {list_kinds(block) for block in resnet_v1(20).get_submodule("blocks").children()}
     assert kind == "CBRCB"
 
 
@@ -227,7 +227,7 @@ def test_v2_block_in_the_words_of_the_paper() -> None:
         (resnet_v2, -5, r"Use depth=11\.$"),
     ],
 )
-def test_a_wrong_depth_is_told_its_neighbours(make: Make, depth: int, told: str) -> None:
+def test_a_wrong_depth_is_refused_with_its_neighbours(make: Make, depth: int, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make(depth)
 
@@ -249,14 +249,14 @@ def test_a_wrong_depth_is_told_its_neighbours(make: Make, depth: int, told: str)
 def test_amoebanetd_parameters_as_published(num_layers: int, num_filters: int, gpipe: str, torchgpipe: str) -> None:
     """arXiv:1811.06965, Table 1 (ImageNet), and torchgpipe's reproduction of it, given with more digits."""
 
-    def number(text: str) -> float:
+    def parse_number(text: str) -> float:
         return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
 
     with torch.device("meta"):
-        count = parameters(amoebanetd(num_layers, num_filters, num_classes=1000))
+        count = count_parameters(amoebanetd(num_layers, num_filters, num_classes=1000))
     last_digit = 0.1e6 if torchgpipe.endswith("M") else 0.01e9
-    assert abs(count - number(torchgpipe)) <= last_digit / 2
-    assert count == pytest.approx(number(gpipe), rel=0.03)
+    assert abs(count - parse_number(torchgpipe)) <= last_digit / 2
+    assert count == pytest.approx(parse_number(gpipe), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_factorized_reduction_sees_even_pixels_and_odd_pixels() -> None:
 
 
 def test_amoebanetd_shapes_at_a_size_that_is_no_power_of_two() -> None:
-    assert shapes_after_blocks(amoebanetd(3, 64), torch.randn(1, 3, 100, 132)) == [
+    assert list_shapes_after_blocks(amoebanetd(3, 64), torch.randn(1, 3, 100, 132)) == [
         (16, 50, 66),  # stem: a quarter of num_filters
         (3 * 32, 25, 33),
         (3 * 64, 13, 17),
@@ -371,7 +371,7 @@ def test_normal_cells_stand_in_three_equal_groups() -> None:
         (18, 7, r"num_filters=7 is too narrow.*Use num_filters=8 or more\."),
     ],
 )
-def test_wrong_sizes_are_told_how_to_mend_them(num_layers: int, num_filters: int, told: str) -> None:
+def test_wrong_sizes_are_refused_with_a_remedy(num_layers: int, num_filters: int, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         amoebanetd(num_layers, num_filters)
 

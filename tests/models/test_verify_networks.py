@@ -25,7 +25,7 @@ OFTEN = ("a segmenter", "shifted windows by roll and slice assignment")
 
 
 @contextmanager
-def training_network(name: str, plan: Plan = PLAN) -> Iterator[Training]:
+def make_training(name: str, plan: Plan = PLAN) -> Iterator[Training]:
     """Make a training of a network with weights as of a trained one."""
     build, size = NETWORKS[name]
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def verify_network(training: Training, name: str) -> VerifyResult:
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.nightly) for name in NETWORKS]
 )
 def test_no_false_alarm(name: str):
-    with training_network(name) as training:
+    with make_training(name) as training:
         proof = verify_network(training, name)
     assert proof["ok"], f"{proof}"
     whole = training.traces.with_batch(4).get_graph(PARTS).whole
@@ -107,7 +107,7 @@ def scale_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("put", [scale_halos, scale_sums, scale_norms, scale_steps])
 def test_a_fault_is_found(put: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     put(monkeypatch)
-    with training_network("a segmenter", Plan(split_size=1, slice_method="1x2")) as training:
+    with make_training("a segmenter", Plan(split_size=1, slice_method="1x2")) as training:
         proof = verify_network(training, "a segmenter")
     assert not proof["ok"]
     assert "This is a fault, not rounding" in proof["why"]

@@ -29,7 +29,7 @@ from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.widgets.tuner import Tuner
-from tests.draw.legible import read, unreadable
+from tests.draw.legible import find_unreadable, read
 from tests.sampling import EVERYTHING
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_trained_is_refused_before_the_machine_is_measured(cluste
 def test_the_figure_tells_what_was_predicted_and_what_was_measured(cluster):
     tuned = tune(make_model(), SHAPE, cluster, top=1, steps=1, progress=False)
     figure = show_tuning(tuned.candidates)
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     assert "images per second" in read(figure)
     best = tuned.best
     for rate in (best.images_per_s, best.predicted_images_per_s):

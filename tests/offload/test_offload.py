@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.program.offloader import OffloadStore
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches
-from tests.predict.measured import live_bytes, live_values
+from tests.predict.measured import get_live_values, measure_live_bytes
 
 SHAPE = (4, 3, 64, 64)
 PLANS = {
@@ -47,14 +47,14 @@ class Copying(offloader.Offloader):
         super().__init__(*arguments, reads_files=not reads_files)
 
 
-def uncounted(work):
+def hide_from_live_bytes(work):
     """Unseen by `LiveBytes`, which is not told that memory is taken away from a tensor."""
 
-    def done(*arguments):
+    def run_uncounted(*arguments):
         with _disable_current_modes():
             return work(*arguments)
 
-    return done
+    return run_uncounted
 
 
 @pytest.fixture(params=["where it lies", "brought back"])
@@ -62,16 +62,16 @@ def reads_files(request, monkeypatch) -> bool:
     """A processor computes with what lies in the file."""
     if request.param == "brought back":
         monkeypatch.setattr("mpi4dl_nb.engines.train.training.Offloader", Copying)
-        monkeypatch.setattr(offloader, "_make_storageless", uncounted(offloader._make_storageless))
+        monkeypatch.setattr(offloader, "_make_storageless", hide_from_live_bytes(offloader._make_storageless))
     return request.param == "where it lies"
 
 
-def recipe_of(model: str, plan: Plan) -> Recipe:
+def prepare_recipe(model: str, plan: Plan) -> Recipe:
     torch.manual_seed(0)
     return prepare(MODELS[model](), plan, SHAPE)
 
 
-def trained(recipe: Recipe) -> list[tuple[dict, list]]:
+def train_two_steps(recipe: Recipe) -> list[tuple[dict, list]]:
     """What each rank has after two steps."""
     whole = make_batches(recipe, 0, steps=2)
 
@@ -87,20 +87,20 @@ def trained(recipe: Recipe) -> list[tuple[dict, list]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
-    check_bits(recipe_of(model, PLANS[name]), monkeypatch)
+    check_bits(prepare_recipe(model, PLANS[name]), monkeypatch)
 
 
 @pytest.mark.sampled(1)
 def test_what_is_computed_again_is_there_for_the_gradients_of_the_weights(reads_files: bool, monkeypatch):
-    check_bits(recipe_of("ResNet", PLANS["zero bubble, computed again"]), monkeypatch)
+    check_bits(prepare_recipe("ResNet", PLANS["zero bubble, computed again"]), monkeypatch)
 
 
 def check_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training with activations in a file, against the same one in memory."""
     monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
-    expected = trained(recipe)
+    expected = train_two_steps(recipe)
     away = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
-    for (ours, losses), (theirs, wanted) in zip(trained(away), expected, strict=True):
+    for (ours, losses), (theirs, wanted) in zip(train_two_steps(away), expected, strict=True):
         assert losses == wanted
         for group, tensors in theirs.items():
             assert all(torch.equal(ours[group][key], tensor) for key, tensor in tensors.items()), group
@@ -113,9 +113,9 @@ def check_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, reads_files: bool):
     """What backward reads in the file is no tensor's memory, but is counted: a GPU has it brought back."""
-    kept = recipe_of("ResNet", PLANS[name])
+    kept = prepare_recipe("ResNet", PLANS[name])
     away = replace(kept, plan=replace(kept.plan, offload_activations=True))
-    pairs = list(zip(live_bytes(away), live_bytes(kept), strict=True))
+    pairs = list(zip(measure_live_bytes(away), measure_live_bytes(kept), strict=True))
     for ours, _ in pairs:
         predicted = predict_rank_memory(ours.program, away.graph, away.plan).peak_bytes
         assert ours.peak_bytes <= (1.03 if reads_files else 1.15) * predicted
@@ -127,7 +127,7 @@ def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, r
 def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
     """Nor by what is computed again: graphs that no backward ends."""
     plan = Plan(split_size=1, spatial_size=0, offload_activations=True, checkpoint_activations=True)
-    recipe = recipe_of("ResNet", plan)
+    recipe = prepare_recipe("ResNet", plan)
     (batch,) = make_batches(recipe, 0, steps=1)
     bad = {**batch, "images": batch["images"] * torch.nan}
 
@@ -148,7 +148,7 @@ def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
 
 @pytest.mark.nightly
 def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: bool):
-    recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
+    recipe = prepare_recipe("ResNet", replace(PLANS["one rank"], offload_activations=True))
     (batch,) = make_batches(recipe, 0, steps=1)
 
     def work(world, recipe):
@@ -157,7 +157,7 @@ def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: 
         training.start(own)
         for _ in range(12):
             training.advance()
-        seen = {name: tensor.detach().clone() for name, tensor in live_values(training.worker).items()}
+        seen = {name: tensor.detach().clone() for name, tensor in get_live_values(training.worker).items()}
         one = next(name for name in seen if name != "images")
         assert torch.equal(training.worker.peek(one), seen[one])
         while not training.worker.done:
@@ -172,28 +172,28 @@ def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: 
     assert all(torch.equal(seen[name], expected[name]) for name in expected)
 
 
-def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeypatch):
-    recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
+def test_a_full_disk_is_reported_and_the_training_goes_on_when_there_is_room(monkeypatch):
+    recipe = prepare_recipe("ResNet", replace(PLANS["one rank"], offload_activations=True))
     (batch,) = make_batches(recipe, 0, steps=1)
 
-    def full(*place: object) -> None:
+    def raise_no_space(*place: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def work(world):
         training = RankTraining(world, recipe)
         with monkeypatch.context() as patch:
-            patch.setattr("mpi4dl_nb.engines.program.offloader._reserve", full)
+            patch.setattr("mpi4dl_nb.engines.program.offloader._reserve", raise_no_space)
             with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
                 training.step(training.cut(batch))
         training.abort_step()
         assert training.updates == 0
         return training.step(training.cut(batch)).losses
 
-    def stepped(world):
+    def run_step(world):
         training = RankTraining(world, replace(recipe, plan=PLANS["one rank"]))
         return training.step(training.cut(batch)).losses
 
-    assert run_ranks(1, work) == run_ranks(1, stepped)
+    assert run_ranks(1, work) == run_ranks(1, run_step)
 
 
 def test_what_is_computed_again_is_not_written(monkeypatch):
@@ -202,10 +202,12 @@ def test_what_is_computed_again_is_not_written(monkeypatch):
     monkeypatch.setattr(
         OffloadStore, "put", lambda self, storage: (written.append(storage.nbytes()), put(self, storage))[1]
     )
-    recipe, bytes_of = recipe_of("ResNet", PLANS["one rank"]), {}
+    recipe, bytes_of = prepare_recipe("ResNet", PLANS["one rank"]), {}
     for again in (False, True):
         written.clear()
-        trained(replace(recipe, plan=replace(recipe.plan, offload_activations=True, checkpoint_activations=again)))
+        train_two_steps(
+            replace(recipe, plan=replace(recipe.plan, offload_activations=True, checkpoint_activations=again))
+        )
         bytes_of[again] = sum(written)
     assert bytes_of[True] < 0.4 * bytes_of[False]
 

@@ -15,7 +15,7 @@ from mpi4dl_nb.engines.predict.candidates import Candidate, Measurement
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.predict.search import search
 from mpi4dl_nb.widgets.tuner import ChoiceTable, TuningView
-from tests.draw.legible import read, unreadable
+from tests.draw.legible import find_unreadable, read
 from tests.page.harness import PageHarness
 
 
@@ -190,7 +190,7 @@ def test_the_table_folds_and_chooses_by_keyboard(chromium, found):
 def test_the_figure_has_the_same_points(found):
     candidates, limit, too_large = found
     figure = show_tuning(candidates, limit, None, too_large)
-    assert unreadable(figure) == []
+    assert find_unreadable(figure) == []
     assert "time for an image in ms" in read(figure)
     names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert {"front (measured, else predicted)", f"a rank may hold {format_bytes(limit)}"} < set(names)

@@ -12,7 +12,7 @@ LINES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 RANKS, MICRO_BATCHES = (1, 2, 3, 4, 8), range(1, 17)
 
 
-def idle(name: str, placement, directions, micro_batches: int) -> float:
+def compute_idle_share(name: str, placement, directions, micro_batches: int) -> float:
     numbers = [tuple(range(i * micro_batches, (i + 1) * micro_batches)) for i in range(len(directions))]
     return make_schedule(name, placement, [Batch(*each) for each in zip(directions, numbers, strict=True)]).idle_share
 
@@ -23,7 +23,7 @@ def idle(name: str, placement, directions, micro_batches: int) -> float:
 def test_one_stage_on_a_rank(name, ranks):
     for micro_batches in MICRO_BATCHES:
         for directions in ((0,), (0, 0)):
-            share = idle(name, [[(rank,) for rank in range(ranks)]], directions, micro_batches)
+            share = compute_idle_share(name, [[(rank,) for rank in range(ranks)]], directions, micro_batches)
             assert share == compute_bubble_share(name, ranks, micro_batches)
 
 
@@ -34,7 +34,7 @@ def test_one_stage_on_a_rank(name, ranks):
 def test_several_stages_on_a_rank(name, ranks, per_rank):
     for micro_batches in MICRO_BATCHES:
         stages = [(stage % ranks,) for stage in range(ranks * per_rank)]
-        share = idle(name, [stages], (0,), micro_batches)
+        share = compute_idle_share(name, [stages], (0,), micro_batches)
         formula = compute_bubble_share(name, len(stages), micro_batches, per_rank)
         assert share == formula if micro_batches % ranks == 0 else share >= formula
 
@@ -45,7 +45,7 @@ def test_several_stages_on_a_rank(name, ranks, per_rank):
 def test_gems(ranks, count):
     line = [(rank,) for rank in range(ranks)]
     for micro_batches in MICRO_BATCHES:
-        share = idle("gems", [line, line[::-1]], [batch % 2 for batch in range(count)], micro_batches)
+        share = compute_idle_share("gems", [line, line[::-1]], [batch % 2 for batch in range(count)], micro_batches)
         assert share == compute_bubble_share("gems", ranks, micro_batches, batches=count)
 
 

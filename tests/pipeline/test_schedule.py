@@ -21,16 +21,16 @@ TILES, LOOP = [(0, 1, 2, 3), (4,)], [(0, 1, 2, 3), (4,), (5,), (4,), (5,)]
 GRID = [(ranks, micro_batches) for ranks in (2, 3, 4, 8) for micro_batches in range(1, 17)]
 
 
-def line(ranks: int, per_rank: int = 1) -> Stages:
+def make_line(ranks: int, per_rank: int = 1) -> Stages:
     return [(stage % ranks,) for stage in range(ranks * per_rank)]
 
 
-def mirrored(stages: Stages) -> Stages:
+def reverse_ranks(stages: Stages) -> Stages:
     last = max(rank for ranks in stages for rank in ranks)
     return [tuple(last - rank for rank in ranks) for ranks in stages]
 
 
-def of(name: str, placement: list[Stages], directions: tuple[int, ...], micro_batches: int) -> Schedule:
+def schedule_batches(name: str, placement: list[Stages], directions: tuple[int, ...], micro_batches: int) -> Schedule:
     """One batch of `micro_batches` for each entry of `directions`, numbered through."""
     starts = range(0, micro_batches * len(directions), micro_batches)
     numbers = [tuple(range(start, start + micro_batches)) for start in starts]
@@ -39,7 +39,7 @@ def of(name: str, placement: list[Stages], directions: tuple[int, ...], micro_ba
 
 PICTURES = {
     "GPipe, but the first goes back first": (
-        ("fill_drain", [line(3)], (0,), 3),
+        ("fill_drain", [make_line(3)], (0,), 3),
         """
         F0 F1 F2 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2
         .  F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2 .  .
@@ -47,14 +47,14 @@ PICTURES = {
         """,
     ),
     "two batches, one flush after the other": (
-        ("fill_drain", [line(2)], (0, 0), 2),
+        ("fill_drain", [make_line(2)], (0, 0), 2),
         """
         F0 F1 .  .  .  B0 B0 B1 B1 F2 F3 .  .  .  B2 B2 B3 B3
         .  F0 F1 B0 B0 B1 B1 .  .  .  F2 F3 B2 B2 B3 B3 .  .
         """,
     ),
     "1F1B": (
-        ("1f1b", [line(3)], (0,), 4),
+        ("1f1b", [make_line(3)], (0,), 4),
         """
         F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
         .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
@@ -72,7 +72,7 @@ PICTURES = {
         """,
     ),
     "both directions, each by 1F1B": (
-        ("1f1b", [line(3), mirrored(line(3))], (0, 1), 2),
+        ("1f1b", [make_line(3), reverse_ranks(make_line(3))], (0, 1), 2),
         """
         F0 F1 .  f2 b2 b2 f3 b3 b3 B0 B0 B1 B1 .  .
         .  F0 f2 F1 f3 B0 B0 b2 b2 B1 B1 b3 b3 .  .
@@ -80,14 +80,14 @@ PICTURES = {
         """,
     ),
     "interleaved, two stages on a rank": (
-        ("interleaved", [line(2, 2)], (0,), 2),
+        ("interleaved", [make_line(2, 2)], (0,), 2),
         """
         F0/0 F1/0 F0/2 F1/2 .    .    B0/2 B0/2 .    B1/2 B1/2 B0/0 B0/0 B1/0 B1/0
         .    F0/1 F1/1 F0/3 B0/3 B0/3 F1/3 B1/3 B1/3 B0/1 B0/1 B1/1 B1/1 .    .
         """,
     ),
     "ZB-H1": (
-        ("zero_bubble", [line(3)], (0,), 4),
+        ("zero_bubble", [make_line(3)], (0,), 4),
         """
         F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
         .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -95,7 +95,7 @@ PICTURES = {
         """,
     ),
     "GEMS": (
-        ("gems", [line(3), mirrored(line(3))], (0, 1, 0), 1),
+        ("gems", [make_line(3), reverse_ranks(make_line(3))], (0, 1, 0), 1),
         """
         F0 .  .  .  .  .  .  B0 B0 f1 b1 b1 F2 .  .  .  .  .  .  .  .  B2 B2
         .  F0 .  .  .  B0 B0 f1 .  .  .  .  b1 b1 F2 .  .  .  .  B2 B2 .  .
@@ -103,7 +103,7 @@ PICTURES = {
         """,
     ),
     "GEMS with tiles: ranks 1 to 3 are in both": (
-        ("gems", [TILES, mirrored(TILES)], (0, 1), 2),
+        ("gems", [TILES, reverse_ranks(TILES)], (0, 1), 2),
         """
         F0 F1 .  .  .  B0 B0 B1 B1 .  f2 f3 b2 b2 b3 b3 .  .
         F0 F1 .  .  .  B0 B0 B1 B1 f2 f3 .  .  .  b2 b2 b3 b3
@@ -117,35 +117,35 @@ PICTURES = {
 
 @pytest.mark.parametrize(("made", "picture"), PICTURES.values(), ids=PICTURES)
 def test_pictures(made, picture):
-    assert of(*made).format_table() == dedent(picture).strip()
+    assert schedule_batches(*made).format_table() == dedent(picture).strip()
 
 
-def steps(made: Schedule, rank: int) -> list[str]:
+def list_steps(made: Schedule, rank: int) -> list[str]:
     return [f"{work.kind.value}{work.micro_batch}" for work in made.get_actions(rank)]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), GRID)
 def test_1f1b_warms_up_and_then_alternates(name, ranks, micro_batches):
-    made = of(name, [line(ranks)], (0,), micro_batches)
+    made = schedule_batches(name, [make_line(ranks)], (0,), micro_batches)
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
         pairs = [step for i in range(micro_batches - ahead) for step in (f"F{ahead + i}", f"B{i}")]
         expected = [f"F{i}" for i in range(ahead)] + pairs
-        assert steps(made, rank) == expected + [f"B{i}" for i in range(micro_batches - ahead, micro_batches)]
+        assert list_steps(made, rank) == expected + [f"B{i}" for i in range(micro_batches - ahead, micro_batches)]
         assert made.count_in_flight(rank) == min(ranks - rank, micro_batches)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), GRID)
 def test_fill_drain_goes_forward_and_then_back(ranks, micro_batches):
-    made = of("fill_drain", [line(ranks)], (0,), micro_batches)
+    made = schedule_batches("fill_drain", [make_line(ranks)], (0,), micro_batches)
     for rank in range(ranks):
-        assert steps(made, rank) == [f"{kind}{i}" for kind in "FB" for i in range(micro_batches)]
+        assert list_steps(made, rank) == [f"{kind}{i}" for kind in "FB" for i in range(micro_batches)]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), GRID)
 def test_zero_bubble_holds_no_more_than_1f1b(ranks, micro_batches):
-    made, plain = (of(name, [line(ranks)], (0,), micro_batches) for name in ("zero_bubble", "1f1b"))
+    made, plain = (schedule_batches(name, [make_line(ranks)], (0,), micro_batches) for name in ("zero_bubble", "1f1b"))
     most = max(plain.count_in_flight(rank) for rank in range(ranks))
     assert max(made.count_in_flight(rank) for rank in range(ranks)) == most
     assert made.length <= plain.length
@@ -155,7 +155,7 @@ def test_zero_bubble_holds_no_more_than_1f1b(ranks, micro_batches):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_interleaved_takes_groups_in_megatrons_order(ranks, per_rank):
     """Narayanan et al. 2021, section 2.2.2: p micro-batches through a rank's first stage, then through its next."""
-    made = of("interleaved", [line(ranks, per_rank)], (0,), 2 * ranks)
+    made = schedule_batches("interleaved", [make_line(ranks, per_rank)], (0,), 2 * ranks)
     for rank in range(ranks):
         orders = {
             kind: [(work.micro_batch, work.stage // ranks) for work in made.get_actions(rank) if work.kind is kind]
@@ -170,26 +170,26 @@ def test_interleaved_takes_groups_in_megatrons_order(ranks, per_rank):
 
 
 def test_stages_on_a_few_ranks_loop_behind_tiles():
-    made = of("interleaved", [LOOP], (0,), 4)
+    made = schedule_batches("interleaved", [LOOP], (0,), 4)
     assert made.get_actions(0) == made.get_actions(3)
     assert [work.stage for work in made.get_actions(4)][:4] == [1, 1, 3, 3]
 
 
 def test_mirrored_batches_share_a_rank_but_not_its_memory():
-    placement = [line(4), mirrored(line(4))]
-    assert [of("gems", placement, (0, 1, 0, 1), 3).count_in_flight(rank) for rank in range(4)] == [3] * 4
-    assert [of("fill_drain", placement, (0, 1), 3).count_in_flight(rank) for rank in range(4)] != [3] * 4
+    placement = [make_line(4), reverse_ranks(make_line(4))]
+    assert [schedule_batches("gems", placement, (0, 1, 0, 1), 3).count_in_flight(rank) for rank in range(4)] == [3] * 4
+    assert [schedule_batches("fill_drain", placement, (0, 1), 3).count_in_flight(rank) for rank in range(4)] != [3] * 4
 
 
 @st.composite
-def steps_of_training(draw) -> tuple[str, list[Stages], list[Batch]]:
+def draw_training_steps(draw) -> tuple[str, list[Stages], list[Batch]]:
     """Any schedule, stages on any ranks of up to six, one direction or two, and up to four batches."""
     anywhere = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=6)
-    regular = st.builds(line, st.integers(1, 4), st.integers(1, 3))
+    regular = st.builds(make_line, st.integers(1, 4), st.integers(1, 3))
     placement = [draw(st.one_of(anywhere, regular, st.sampled_from([TILES, LOOP])))]
     name = draw(st.sampled_from(list(SCHEDULES)))
     if name == "gems" or draw(st.booleans()):
-        placement.append(draw(st.one_of(st.just(mirrored(placement[0])), anywhere)))
+        placement.append(draw(st.one_of(st.just(reverse_ranks(placement[0])), anywhere)))
     numbers = {rank: number for number, rank in enumerate(sorted({r for s in placement for on in s for r in on}))}
     dense = [[tuple(numbers[rank] for rank in on) for on in stages] for stages in placement]
     sizes = draw(st.lists(st.tuples(st.integers(0, len(dense) - 1), st.integers(0, 7)), min_size=1, max_size=4))
@@ -198,7 +198,7 @@ def steps_of_training(draw) -> tuple[str, list[Stages], list[Batch]]:
     return name, dense, batches
 
 
-@given(steps_of_training())
+@given(draw_training_steps())
 @trials(300)
 def test_each_rank_does_all_its_work_once_and_one_thing_at_a_time(step):
     name, placement, batches = step
@@ -218,7 +218,7 @@ def test_each_rank_does_all_its_work_once_and_one_thing_at_a_time(step):
         assert all(one.stop <= other.start for one, other in pairwise(lane))
 
 
-def times(made: Schedule) -> dict[PipelineAction, Slot]:
+def find_slots(made: Schedule) -> dict[PipelineAction, Slot]:
     """When each work is done: by all of its ranks at once, hence in one order."""
     slots = {slot for lane in made.lanes for slot in lane}
     found = {slot.work: slot for slot in slots}
@@ -226,11 +226,11 @@ def times(made: Schedule) -> dict[PipelineAction, Slot]:
     return found
 
 
-@given(steps_of_training())
+@given(draw_training_steps())
 @trials(300)
 def test_nothing_is_done_before_what_it_needs(step):
     name, placement, _ = step
-    when = times(make_schedule(*step))
+    when = find_slots(make_schedule(*step))
     for work, slot in when.items():
         way, stage, number = work.direction, work.stage, work.micro_batch
         needs = {
@@ -244,11 +244,11 @@ def test_nothing_is_done_before_what_it_needs(step):
         assert slot.stop - slot.start == units
 
 
-@given(steps_of_training())
+@given(draw_training_steps())
 @trials(300)
 def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_next(step):
     made, numbers = make_schedule(*step), {}
-    for work, slot in sorted(times(made).items(), key=lambda each: each[1].start):
+    for work, slot in sorted(find_slots(made).items(), key=lambda each: each[1].start):
         numbers.setdefault((work.direction, work.stage), {}).setdefault(work.kind, []).append((work.micro_batch, slot))
     for kinds in numbers.values():
         assert all([n for n, _ in done] == sorted(n for n, _ in done) for done in kinds.values())
@@ -260,13 +260,13 @@ def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_ne
 
 
 @pytest.mark.parametrize("name", [name for name, rule in SCHEDULES.items() if rule.drains])
-@given(step=steps_of_training())
+@given(step=draw_training_steps())
 @trials(100)
 def test_a_stage_drains_only_what_it_has_filled(name, step):
     _, placement, batches = step
     placement = placement * (1 + (len(placement) == 1))
     batch_of = {number: batch.micro_batches for batch in batches for number in batch.micro_batches}
-    when = times(make_schedule(name, placement, batches))
+    when = find_slots(make_schedule(name, placement, batches))
     for work, slot in when.items():
         if work.kind is ActionKind.BACKWARD:
             filled = [
@@ -275,7 +275,7 @@ def test_a_stage_drains_only_what_it_has_filled(name, step):
             assert all(when[forward].stop <= slot.start for forward in filled)
 
 
-@given(steps_of_training())
+@given(draw_training_steps())
 @trials(300)
 def test_no_rank_holds_more_than_it_may(step):
     name, placement, batches = step
@@ -306,14 +306,14 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(
         PlanError, match=r"'1f1f' is unknown\. Did you mean '1f1b'\? Choose one of fill_drain, 1f1b, interleaved"
     ):
-        make_schedule("1f1f", [line(2)], one)
+        make_schedule("1f1f", [make_line(2)], one)
     with pytest.raises(PlanError, match="'gems' needs 2 directions, one of them mirrored, but the placement has 1"):
-        make_schedule("gems", [line(2)], one)
+        make_schedule("gems", [make_line(2)], one)
     with pytest.raises(PlanError, match=r"Stage 1 of direction 0 is on ranks \(\)"):
         make_schedule("1f1b", [[(0,), ()]], one)
     with pytest.raises(PlanError, match=r"names the ranks 0, 2\. Number them from 0"):
         make_schedule("1f1b", [[(0,), (2,)]], one)
     with pytest.raises(PlanError, match="goes in direction 1, but the placement has 1"):
-        make_schedule("1f1b", [line(2)], [Batch(1, (0,))])
+        make_schedule("1f1b", [make_line(2)], [Batch(1, (0,))])
     with pytest.raises(PlanError, match="Micro-batch 1 is in the step more than once"):
-        make_schedule("1f1b", [line(2)], [*one, Batch(0, (1, 2))])
+        make_schedule("1f1b", [make_line(2)], [*one, Batch(0, (1, 2))])

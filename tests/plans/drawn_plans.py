@@ -15,38 +15,38 @@ GRIDS = ("1x1", "1x2", "2x1", "2x2", "1x3", "3x1")
 SIZES = ("16x16", "19x22", "24x16")
 
 
-def command(flags: list[str], ranks: int) -> str:
+def format_command(flags: list[str], ranks: int) -> str:
     """What a person types to see the same."""
     return f"mpiexec --with-ft ulfm -n {ranks} python -m mpi4py -m mpi4dl_nb.engines verify {shlex.join(flags)}"
 
 
-def plan_of(flags: list[str]) -> Plan:
+def make_plan(flags: list[str]) -> Plan:
     """The plan that these flags ask for. Raises PlanError."""
     return options.make_plan(options.make_parser("").parse_args(flags))
 
 
 @st.composite
-def plans(draw: st.DrawFn, most_ranks: int) -> list[str]:
+def draw_flags(draw: st.DrawFn, most_ranks: int) -> list[str]:
     """Flags of a plan for at most that many ranks, valid by construction."""
-    flags = _model(draw)
-    flags += _stages(draw)
-    flags += _order(draw, flags)
+    flags = _draw_model(draw)
+    flags += _draw_stages(draw)
+    flags += _draw_order(draw, flags)
     flags += draw(st.sampled_from([[], ["--halo-d2", "--fused-layers", "2"], ["--halo-d2", "--fused-layers", "auto"]]))
     flags += ["--overlap-halos"] if draw(st.booleans()) else []
     flags += ["--checkpoint-activations"] if draw(st.booleans()) else []
     flags += ["--offload-activations"] if draw(st.integers(0, 3)) == 0 else []
     flags += ["--data-parallel", str(draw(st.sampled_from([1, 1, 2])))]
     flags += ["--seed", str(draw(st.integers(0, 3))), "--dtype", "float64", "--num-classes", "5"]
-    while plan_of(flags).ranks > most_ranks:
-        flags = _smaller(flags)
+    while make_plan(flags).ranks > most_ranks:
+        flags = _reduce_ranks(flags)
     return flags
 
 
-def _model(draw: st.DrawFn) -> list[str]:
+def _draw_model(draw: st.DrawFn) -> list[str]:
     return ["--model", f"tests.zoo:{draw(st.sampled_from(MODELS))}", "--image-size", draw(st.sampled_from(SIZES))]
 
 
-def _stages(draw: st.DrawFn) -> list[str]:
+def _draw_stages(draw: st.DrawFn) -> list[str]:
     """Stages and tiles; U-shaped models have four layers."""
     stages = draw(st.integers(1, 4))
     spatial = draw(st.integers(0, min(2, stages)))
@@ -55,9 +55,9 @@ def _stages(draw: st.DrawFn) -> list[str]:
     return [*flags, "--slice-method", ",".join([*grids, ""])] if grids else flags
 
 
-def _order(draw: st.DrawFn, flags: list[str]) -> list[str]:
+def _draw_order(draw: st.DrawFn, flags: list[str]) -> list[str]:
     """Micro-batches, directions, and who shares them."""
-    behind = int(_flag(flags, "--split-size")) - int(_flag(flags, "--spatial-size"))
+    behind = int(_get_flag(flags, "--split-size")) - int(_get_flag(flags, "--spatial-size"))
     parts, both = draw(st.sampled_from([1, 2, 3])), draw(st.booleans())
     shares = draw(st.sampled_from([1, 2])) if behind else 1
     schedules = ["fill_drain", "1f1b", "zero_bubble"]
@@ -71,18 +71,18 @@ def _order(draw: st.DrawFn, flags: list[str]) -> list[str]:
     return [*found, "--accumulate", str(draw(st.sampled_from([1, 1, 2])))]
 
 
-def _flag(flags: list[str], name: str) -> str:
+def _get_flag(flags: list[str], name: str) -> str:
     return flags[flags.index(name) + 1]
 
 
-def _smaller(flags: list[str]) -> list[str]:
+def _reduce_ranks(flags: list[str]) -> list[str]:
     """The same with fewer ranks: no replicas, then no shares, then narrower grids."""
     found = list(flags)
     for name in ("--data-parallel", "--local-dp"):
-        if _flag(found, name) != "1":
+        if _get_flag(found, name) != "1":
             found[found.index(name) + 1] = "1"
             return found
-    grids = _flag(found, "--slice-method").split(",")
+    grids = _get_flag(found, "--slice-method").split(",")
     widest = max(range(len(grids)), key=lambda index: GRIDS.index(grids[index]) if grids[index] else -1)
     grids[widest] = GRIDS[GRIDS.index(grids[widest]) - 1]
     found[found.index("--slice-method") + 1] = ",".join(grids)
@@ -92,7 +92,7 @@ def _smaller(flags: list[str]) -> list[str]:
 def is_valid(flags: list[str]) -> bool:
     """Whether the flags make a plan at all."""
     try:
-        plan_of(flags)
+        make_plan(flags)
     except PlanError:
         return False
     return True

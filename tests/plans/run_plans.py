@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.verify import verify
 
 
-def attempt(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) -> str:
+def find_error(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) -> str:
     """What is wrong with this plan, as this rank sees it."""
     world = MpiWorld(comm)
     try:
@@ -42,7 +42,7 @@ def main() -> None:
         made = everyone.all_gather(options.make_recipe(chosen, ranks) if everyone.rank == 0 else None)[0]
         works = everyone.rank < ranks
         comm = MPI.COMM_WORLD.Split(0 if works else MPI.UNDEFINED, everyone.rank)
-        said = everyone.all_gather(attempt(comm, *made, chosen.seed) if works else "")
+        said = everyone.all_gather(find_error(comm, *made, chosen.seed) if works else "")
         troubles[number] = next((text for text in said if text), "")
     if everyone.rank == 0:
         print(json.dumps({number: text for number, text in troubles.items() if text}))

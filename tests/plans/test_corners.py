@@ -95,7 +95,7 @@ class Sequence(nn.Module):
         return self.last(self.recurrent(self.first(x).relu().flatten(2).transpose(1, 2))[0].mean(1))
 
 
-def by_hand(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_mean_by_hand(prediction: Tensor, labels: Tensor) -> Tensor:
     """A mean whose divisor is a constant of the whole micro-batch."""
     each = functional.cross_entropy(prediction, labels, reduction="none")
     return (each * torch.full((len(labels),), 1.0 / len(labels), dtype=each.dtype)).sum()
@@ -113,7 +113,7 @@ CORNERS: dict[str, tuple[nn.Module, dict[str, Any], Loss]] = {
     "one norm twice, on tiles": (
         OneNormTwice(), {"split_size": 1, "spatial_size": 1, "slice_method": "1x2", "parts": 2}, nn.CrossEntropyLoss(),
     ),
-    "a constant of the number of images": (Skips(), {"split_size": 2, "local_dp": 2}, by_hand),
+    "a constant of the number of images": (Skips(), {"split_size": 2, "local_dp": 2}, compute_mean_by_hand),
     "class weights that differ between shares": (
         Skips(), {"split_size": 2, "local_dp": 2},
         nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 3.0, 4.0]), ignore_index=1),
@@ -279,7 +279,7 @@ def test_what_no_gradient_asks_for_is_let_go():
     recipe = prepare(model.double(), plan, (2, 3, 12, 16))
     whole = {"images": torch.ones(2, 3, 12, 16).double(), "labels": torch.tensor([0, 1])}
 
-    def held(world: LoopbackWorld) -> set[str]:
+    def collect_leaves(world: LoopbackWorld) -> set[str]:
         training = RankTraining(world, recipe)
         training.start(training.cut(whole))
         while training.worker.program.steps[training.worker.position].phase is Phase.FORWARD:
@@ -289,7 +289,7 @@ def test_what_no_gradient_asks_for_is_let_go():
             training.worker.step()
         return names
 
-    for names in run_ranks(2, held):
+    for names in run_ranks(2, collect_leaves):
         assert not any("conv2d.moments" in name or name == "relu" or "images.window" in name for name in names)
 
 
@@ -304,7 +304,7 @@ class Behind(nn.Module):
         return self.function(self.last(self.first(x).mean((2, 3))))
 
 
-def scores_of_images(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_image_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction.mean(1), labels.to(prediction.dtype))
 
 
@@ -332,7 +332,7 @@ UNSHARED = {
     "drawn": (lambda x: x * torch.poisson(torch.ones(5)), nn.CrossEntropyLoss()),
     "along the images": (lambda x: x.softmax(0), nn.CrossEntropyLoss()),
     "repeated": (lambda x: x.repeat(2, 1)[: len(x)], nn.CrossEntropyLoss()),
-    "images as classes": (lambda x: x, scores_of_images),
+    "images as classes": (lambda x: x, compute_image_loss),
 }
 
 
@@ -411,10 +411,10 @@ class Features(nn.Module):
 
 
 def test_a_prediction_that_the_last_stage_does_not_have_is_refused():
-    def loss(made: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    def compute_loss(made: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         return functional.cross_entropy(made[1], labels)
 
     labels = TensorSpec((4,), "int64")
     with pytest.raises(PlanError, match="stage 2 neither makes nor reads the model's first output"):
-        prepare(Features(), Plan(split_size=3, spatial_size=0), (4, 3, 12, 16), loss, labels=labels)
-    prepare(Features(), Plan(split_size=1, spatial_size=0), (4, 3, 12, 16), loss, labels=labels)
+        prepare(Features(), Plan(split_size=3, spatial_size=0), (4, 3, 12, 16), compute_loss, labels=labels)
+    prepare(Features(), Plan(split_size=1, spatial_size=0), (4, 3, 12, 16), compute_loss, labels=labels)

@@ -14,21 +14,21 @@ from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.compiler import trace_cache
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.train.verify import verify
-from tests.plans.drawn_plans import command, plans
+from tests.plans.drawn_plans import draw_flags, format_command
 from tests.sampling import SEED
 
 _MODELS: dict[str, nn.Module] = {}
 
 
 @cache
-def _traced(model: nn.Module, *rest: Any) -> Any:
+def _trace_once(model: nn.Module, *rest: Any) -> Any:
     return trace(model, *rest)
 
 
 @pytest.fixture(autouse=True)
 def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is traced once for each size: most of the time would go there."""
-    monkeypatch.setattr(trace_cache, "trace", _traced)
+    monkeypatch.setattr(trace_cache, "trace", _trace_once)
     monkeypatch.setattr(nn, "CrossEntropyLoss", cache(nn.CrossEntropyLoss))
     build = options.build_model
     monkeypatch.setattr(
@@ -41,7 +41,7 @@ CHECKS = list(HealthCheck)
 
 @seed(SEED)
 @settings(max_examples=4, suppress_health_check=CHECKS)
-@given(flags=plans(most_ranks=8))
+@given(flags=draw_flags(most_ranks=8))
 def test_some_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
     check_exact(flags)
 
@@ -49,7 +49,7 @@ def test_some_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
 @pytest.mark.nightly
 @seed(SEED)
 @settings(max_examples=100, suppress_health_check=CHECKS)
-@given(flags=plans(most_ranks=16))
+@given(flags=draw_flags(most_ranks=16))
 def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
     check_exact(flags)
 
@@ -61,4 +61,4 @@ def check_exact(flags: list[str]) -> None:
     loss = nn.CrossEntropyLoss()
     told = run_ranks(ranks, lambda world: verify(world, recipe, model, loss, chosen.seed))[0]
     event(recipe.plan.schedule)
-    assert told["ok"], f"{told}\n{command(flags, ranks)}"
+    assert told["ok"], f"{told}\n{format_command(flags, ranks)}"

@@ -15,7 +15,7 @@ from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches
 
 
-def live_values(worker: Worker) -> dict[str, Tensor]:
+def get_live_values(worker: Worker) -> dict[str, Tensor]:
     """The values of the current micro-batch that the rank holds now, by name."""
     state = worker._get_micro_batch(None)
     return {name: state.fetch(tensor) for name, tensor in {**state.leaves, **state.values}.items()}
@@ -29,7 +29,7 @@ class Measured:
     after: tuple[int, ...]
 
 
-def live_bytes(recipe: Recipe) -> list[Measured]:
+def measure_live_bytes(recipe: Recipe) -> list[Measured]:
     """Of each rank in its third step: gradients and the optimiser's state are there from the second one on."""
     batch = make_batches(recipe, 0, steps=1)[0]
 
@@ -41,12 +41,12 @@ def live_bytes(recipe: Recipe) -> list[Measured]:
                 training.step(own)
             training.start(own)
             live.reset_peak()
-            return _walked(training, live)
+            return _measure_steps(training, live)
 
     return run_ranks(recipe.plan.ranks, work)
 
 
-def _walked(training: RankTraining, live: LiveBytes) -> Measured:
+def _measure_steps(training: RankTraining, live: LiveBytes) -> Measured:
     after, peak_step = [], 0
     for index in range(len(training.program.steps)):
         before = live.peak

@@ -11,15 +11,15 @@ from mpi4dl_nb.engines.program import kernels
 from mpi4dl_nb.engines.program.kernels import register_kernel
 
 
-def image(*shape: int) -> LocalTensor:
+def make_image(*shape: int) -> LocalTensor:
     return LocalTensor.of(TensorSpec(shape, "float32"), needs_gradient=True)
 
 
-X = image(2, 4, 8, 8)
+X = make_image(2, 4, 8, 8)
 
 
 def test_a_convolution_keeps_what_it_reads():
-    effect = infer_effect("aten.conv2d.default", [X, image(6, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 1], {})
+    effect = infer_effect("aten.conv2d.default", [X, make_image(6, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 1], {})
     assert (effect.saves, effect.saves_made, effect.saves_bytes) == ({0, 1}, frozenset(), 0)
     assert effect.made[0].bytes == 2 * 6 * 8 * 8 * 4
 
@@ -57,7 +57,7 @@ def test_a_kernel_that_needs_numbers_is_run_for_real_where_that_is_cheap(monkeyp
 
     assert infer_effect("tests.by_value", [X], {}).made[0].local.spec.shape == (2, 4, 8, 8)
     with pytest.raises(TraceError, match=r"tests.by_value cannot be run without memory .*register_fake"):
-        infer_effect("tests.by_value", [image(1, 1, 1 << 14, 1 << 13)], {})
+        infer_effect("tests.by_value", [make_image(1, 1, 1 << 14, 1 << 13)], {})
 
 
 def test_half_precision_keeps_half_the_bytes():

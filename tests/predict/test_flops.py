@@ -30,61 +30,61 @@ OPERATORS = sorted(
 X = (1, 2, 4, 4)
 
 
-def values(*shape: int) -> Tensor:
+def make_values(*shape: int) -> Tensor:
     return torch.rand(shape)
 
 
-def places(*shape: int) -> Tensor:
+def make_places(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
 EXAMPLES: dict[str, tuple[Any, ...]] = {
-    "_upsample_bicubic2d_aa.vec": (values(*X), [8, 8], False, None),
-    "_upsample_bilinear2d_aa.vec": (values(*X), [8, 8], False, None),
-    "_upsample_nearest_exact2d.vec": (values(*X), [8, 8], None),
-    "avg_pool3d.default": (values(*X), [1, 1, 1]),
-    "batch_norm.default": (values(*X), None, None, None, None, True, 0.1, 1e-5, False),
-    "bmm.default": (values(2, 3, 4), values(2, 4, 5)),
-    "broadcast_to.default": (values(*X), [3, 2, 4, 4]),
-    "conv2d.default": (values(*X), values(3, 2, 3, 3)),
-    "conv2d.padding": (values(*X), values(4, 1, 3, 3), None, [1, 1], "same", [1, 1], 2),
-    "conv_transpose2d.input": (values(*X), values(2, 3, 2, 2), values(3), [2, 2]),
-    "einsum.default": ("nchw,dc->ndhw", [values(*X), values(3, 2)]),
-    "expand.default": (values(*X), [3, 2, 4, 4]),
-    "flip.default": (values(*X), [2]),
-    "gather.default": (values(*X), 1, places(*X)),
-    "grid_sampler.default": (values(*X), values(1, 3, 3, 2), 0, 0, False),
-    "index.Tensor": (values(*X), [places(1)]),
-    "index_fill.int_Scalar": (values(*X), 1, places(1), 0.5),
-    "index_put.default": (values(*X), [places(1)], values(*X)),
-    "index_select.default": (values(*X), 1, places(1)),
-    "instance_norm.default": (values(*X), None, None, None, None, True, 0.1, 1e-5, False),
-    "layer_norm.default": (values(*X), [4, 4]),
-    "linear.default": (values(*X), values(3, 4), values(3)),
-    "logsumexp.default": (values(*X), [1]),
-    "matmul.default": (values(*X), values(4, 5)),
-    "max_unpool2d.default": (values(1, 2, 2, 2), places(1, 2, 2, 2), [4, 4]),
-    "movedim.intlist": (values(*X), [1], [2]),
-    "nll_loss_nd.default": (values(*X), places(1, 4, 4)),
-    "one_hot.default": (places(4), 3),
-    "permute.default": (values(*X), [0, 2, 3, 1]),
-    "prelu.default": (values(*X), values(2)),
+    "_upsample_bicubic2d_aa.vec": (make_values(*X), [8, 8], False, None),
+    "_upsample_bilinear2d_aa.vec": (make_values(*X), [8, 8], False, None),
+    "_upsample_nearest_exact2d.vec": (make_values(*X), [8, 8], None),
+    "avg_pool3d.default": (make_values(*X), [1, 1, 1]),
+    "batch_norm.default": (make_values(*X), None, None, None, None, True, 0.1, 1e-5, False),
+    "bmm.default": (make_values(2, 3, 4), make_values(2, 4, 5)),
+    "broadcast_to.default": (make_values(*X), [3, 2, 4, 4]),
+    "conv2d.default": (make_values(*X), make_values(3, 2, 3, 3)),
+    "conv2d.padding": (make_values(*X), make_values(4, 1, 3, 3), None, [1, 1], "same", [1, 1], 2),
+    "conv_transpose2d.input": (make_values(*X), make_values(2, 3, 2, 2), make_values(3), [2, 2]),
+    "einsum.default": ("nchw,dc->ndhw", [make_values(*X), make_values(3, 2)]),
+    "expand.default": (make_values(*X), [3, 2, 4, 4]),
+    "flip.default": (make_values(*X), [2]),
+    "gather.default": (make_values(*X), 1, make_places(*X)),
+    "grid_sampler.default": (make_values(*X), make_values(1, 3, 3, 2), 0, 0, False),
+    "index.Tensor": (make_values(*X), [make_places(1)]),
+    "index_fill.int_Scalar": (make_values(*X), 1, make_places(1), 0.5),
+    "index_put.default": (make_values(*X), [make_places(1)], make_values(*X)),
+    "index_select.default": (make_values(*X), 1, make_places(1)),
+    "instance_norm.default": (make_values(*X), None, None, None, None, True, 0.1, 1e-5, False),
+    "layer_norm.default": (make_values(*X), [4, 4]),
+    "linear.default": (make_values(*X), make_values(3, 4), make_values(3)),
+    "logsumexp.default": (make_values(*X), [1]),
+    "matmul.default": (make_values(*X), make_values(4, 5)),
+    "max_unpool2d.default": (make_values(1, 2, 2, 2), make_places(1, 2, 2, 2), [4, 4]),
+    "movedim.intlist": (make_values(*X), [1], [2]),
+    "nll_loss_nd.default": (make_values(*X), make_places(1, 4, 4)),
+    "one_hot.default": (make_places(4), 3),
+    "permute.default": (make_values(*X), [0, 2, 3, 1]),
+    "prelu.default": (make_values(*X), make_values(2)),
     "randint.low": (1, 5, [4]),
-    "repeat.default": (values(*X), [2, 1, 1, 1]),
-    "reshape.default": (values(*X), [2, 16]),
-    "rms_norm.default": (values(*X), [4, 4]),
-    "roll.default": (values(*X), [1], [2]),
-    "scatter.src": (values(*X), 1, places(*X), values(*X)),
-    "scatter.value": (values(*X), 1, places(*X), 0.5),
-    "scatter_add.default": (values(*X), 1, places(*X), values(*X)),
-    "select_scatter.default": (values(*X), values(1, 4, 4), 1, 0),
-    "split_with_sizes.default": (values(*X), [1, 1], 1),
-    "squeeze.dims": (values(*X), [0]),
-    "unflatten.int": (values(*X), 1, [1, 2]),
-    "upsample_bicubic2d.vec": (values(*X), [8, 8], False, None),
-    "upsample_bilinear2d.vec": (values(*X), [8, 8], False, None),
-    "upsample_nearest2d.vec": (values(*X), [8, 8], None),
-    "view.default": (values(*X), [2, 16]),
+    "repeat.default": (make_values(*X), [2, 1, 1, 1]),
+    "reshape.default": (make_values(*X), [2, 16]),
+    "rms_norm.default": (make_values(*X), [4, 4]),
+    "roll.default": (make_values(*X), [1], [2]),
+    "scatter.src": (make_values(*X), 1, make_places(*X), make_values(*X)),
+    "scatter.value": (make_values(*X), 1, make_places(*X), 0.5),
+    "scatter_add.default": (make_values(*X), 1, make_places(*X), make_values(*X)),
+    "select_scatter.default": (make_values(*X), make_values(1, 4, 4), 1, 0),
+    "split_with_sizes.default": (make_values(*X), [1, 1], 1),
+    "squeeze.dims": (make_values(*X), [0]),
+    "unflatten.int": (make_values(*X), 1, [1, 2]),
+    "upsample_bicubic2d.vec": (make_values(*X), [8, 8], False, None),
+    "upsample_bilinear2d.vec": (make_values(*X), [8, 8], False, None),
+    "upsample_nearest2d.vec": (make_values(*X), [8, 8], None),
+    "view.default": (make_values(*X), [2, 16]),
 }
 """Where `guess` would not do, or would say less."""
 
@@ -92,27 +92,27 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
 def guess(argument: Any) -> Any:
     """A value for an argument that has no default, by its type."""
     return {
-        "Tensor": values(*X), "List[Tensor]": [values(*X), values(*X)], "int": 1, "List[int]": [1, 1], "float": 0.5,
-        "number": 2, "bool": False, "str": "",
+        "Tensor": make_values(*X), "List[Tensor]": [make_values(*X), make_values(*X)], "int": 1, "List[int]": [1, 1],
+        "float": 0.5, "number": 2, "bool": False, "str": "",
     }.get(str(argument.type))  # fmt: skip
 
 
-def example(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_example(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with which an operator runs, on real tensors."""
     needed = [each for each in get_operator(f"aten.{name}")._schema.arguments if not each.has_default_value()]
     args = EXAMPLES.get(name) or tuple(guess(each) for each in needed if not each.kwarg_only)
     return args, {each.name: guess(each) for each in needed if each.kwarg_only}
 
 
-def pytorch_counts(name: str) -> tuple[int, Any]:
+def count_pytorch_flops(name: str) -> tuple[int, Any]:
     """FLOPs that PyTorch has a formula for, and what the operator makes."""
-    args, kwargs = example(name)
+    args, kwargs = make_example(name)
     with FlopCounterMode(display=False) as counter:
         made = get_operator(f"aten.{name}")(*args, **kwargs)
     return counter.get_total_flops(), made
 
 
-def node_of(name: str) -> fx.Node:
+def make_node(name: str) -> fx.Node:
     """The operator as a trace has it, tensors being nodes with what they look like."""
     graph = fx.Graph()
 
@@ -123,13 +123,13 @@ def node_of(name: str) -> fx.Node:
         node.meta["val"] = item.to("meta")
         return node
 
-    args, kwargs = tree_map(enter, example(name))
+    args, kwargs = tree_map(enter, make_example(name))
     node = graph.call_function(get_operator(f"aten.{name}"), args, kwargs)
-    node.meta["val"] = pytorch_counts(name)[1]
+    node.meta["val"] = count_pytorch_flops(name)[1]
     return node
 
 
-def as_locals(item: Any) -> Any:
+def convert_to_local(item: Any) -> Any:
     if not isinstance(item, Tensor):
         return item
     return LocalTensor(TensorSpec(tuple(item.shape), str(item.dtype).removeprefix("torch.")), item.stride(), False)
@@ -139,22 +139,22 @@ def as_locals(item: Any) -> Any:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_traced_operator_has_the_flops_of_pytorchs_counter(name: str):
     """Where that knows none, one for each element of the result, and none for several results."""
-    known, made = pytorch_counts(name)
+    known, made = count_pytorch_flops(name)
     elements = made.numel() if isinstance(made, Tensor) else 0
-    assert count_flops(node_of(name)) == (known or elements)
+    assert count_flops(make_node(name)) == (known or elements)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_rank_is_priced_by_the_flops_of_pytorchs_counter(name: str):
-    known, _ = pytorch_counts(name)
-    tally = build_op_tally(f"aten.{name}", *tree_map(as_locals, example(name)))
+    known, _ = count_pytorch_flops(name)
+    tally = build_op_tally(f"aten.{name}", *tree_map(convert_to_local, make_example(name)))
     assert (tally.kind in BY_ARITHMETIC) == (known > 0)
     assert known in (tally.flops, 0)
 
 
 def test_the_table_has_products_and_convolutions():
     """So that the two above hold more than zeros."""
-    known = {name: pytorch_counts(name)[0] for name in OPERATORS}
+    known = {name: count_pytorch_flops(name)[0] for name in OPERATORS}
     assert {name: count for name, count in known.items() if count} == {
         "bmm.default": 2 * 2 * 3 * 4 * 5,
         "conv2d.default": 2 * 3 * 2 * 2 * 2 * 9,
@@ -188,13 +188,13 @@ def test_products_and_attention_in_a_model():
 
 
 VECTORS = {
-    "mv": (torch.mv, (values(4, 5), values(5)), 2 * 4 * 5),
-    "a stack by a vector": (torch.matmul, (values(3, 4, 5), values(5)), 2 * 3 * 4 * 5),
-    "dot": (torch.dot, (values(5), values(5)), 2 * 5),
-    "addmv": (torch.addmv, (values(4), values(4, 5), values(5)), 2 * 4 * 5),
-    "addbmm": (torch.addbmm, (values(3, 5), values(2, 3, 4), values(2, 4, 5)), 2 * 2 * 3 * 4 * 5),
-    "bilinear": (F.bilinear, (values(2, 3), values(2, 4), values(5, 3, 4)), 3 * 2 * 5 * 3 * 4),
-    "attention on a CPU": (F.scaled_dot_product_attention, (values(1, 2, 6, 4),) * 3, 2 * 2 * 2 * 6 * 6 * 4),
+    "mv": (torch.mv, (make_values(4, 5), make_values(5)), 2 * 4 * 5),
+    "a stack by a vector": (torch.matmul, (make_values(3, 4, 5), make_values(5)), 2 * 3 * 4 * 5),
+    "dot": (torch.dot, (make_values(5), make_values(5)), 2 * 5),
+    "addmv": (torch.addmv, (make_values(4), make_values(4, 5), make_values(5)), 2 * 4 * 5),
+    "addbmm": (torch.addbmm, (make_values(3, 5), make_values(2, 3, 4), make_values(2, 4, 5)), 2 * 2 * 3 * 4 * 5),
+    "bilinear": (F.bilinear, (make_values(2, 3), make_values(2, 4), make_values(5, 3, 4)), 3 * 2 * 5 * 3 * 4),
+    "attention on a CPU": (F.scaled_dot_product_attention, (make_values(1, 2, 6, 4),) * 3, 2 * 2 * 2 * 6 * 6 * 4),
 }
 
 
@@ -217,6 +217,7 @@ def test_a_formula_that_a_user_has_registered_counts():
     packet = torch.ops.flops_test.blend
     try:
         register_flop_formula(packet)(lambda shape, *, out_shape=None: 7 * math.prod(shape))
-        assert build_op_tally("flops_test.blend.default", (as_locals(values(*X)),)).flops == 7 * math.prod(X)
+        tally = build_op_tally("flops_test.blend.default", (convert_to_local(make_values(*X)),))
+        assert tally.flops == 7 * math.prod(X)
     finally:
         flop_registry.pop(packet, None)

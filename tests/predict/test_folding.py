@@ -38,7 +38,7 @@ PLANS = {
 }
 
 
-def everyone(graph, plan: Plan, machine: Machine):
+def simulate_all_ranks(graph, plan: Plan, machine: Machine):
     """All ranks compiled, counted and simulated, none for another."""
     programs = compile_plan(graph, plan)
     return simulate(programs, [build_tally(program, graph) for program in programs], machine, [1] * len(programs))
@@ -49,7 +49,7 @@ def everyone(graph, plan: Plan, machine: Machine):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_replica_takes_as_long_as_all_ranks_do(name, node_ranks, sums, graph_of):
     plan, machine = PLANS[name], replace(APART, node_ranks=node_ranks, sums=sums)
-    alone, together = forecast(graph_of(plan), plan, machine), everyone(graph_of(plan), plan, machine)
+    alone, together = forecast(graph_of(plan), plan, machine), simulate_all_ranks(graph_of(plan), plan, machine)
     assert alone.seconds == pytest.approx(together.seconds, rel=1e-9)
     assert len(alone.timeline.ranks) == plan.replica_ranks * count_copies(plan, machine)
     ours = [event for event in together.events if event.rank in alone.timeline.ranks]
@@ -65,7 +65,7 @@ def test_ranks_that_share_cores_are_all_simulated_from_one_replica(name, graph_o
     plan = PLANS[name]
     machine = replace(APART, node_ranks=None, between=None, cores=2)
     found = forecast(graph_of(plan), plan, machine)
-    assert found.seconds == pytest.approx(everyone(graph_of(plan), plan, machine).seconds, rel=1e-9)
+    assert found.seconds == pytest.approx(simulate_all_ranks(graph_of(plan), plan, machine).seconds, rel=1e-9)
     assert [memory.rank for memory in found.memory] == list(range(plan.ranks))
 
 

@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.predict.machine import Link, Machine, Speed
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, SumGradients
-from tests.predict.test_simulate import PX, compute, ends, run, toy
+from tests.predict.test_simulate import PX, compute, list_ends, make_rank, run
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 NODES = Machine(
@@ -23,7 +23,7 @@ NODES = Machine(
 )  # fmt: skip
 
 
-def message(source: int, target: int, here: int, tag: int = 2) -> Exchange:
+def make_message(source: int, target: int, here: int, tag: int = 2) -> Exchange:
     """Eight bytes, as one of the two ranks has it in its program."""
     move, sends = Move(source, target, PX), here == source
     return Exchange(
@@ -32,65 +32,67 @@ def message(source: int, target: int, here: int, tag: int = 2) -> Exchange:
     )  # fmt: skip
 
 
-def first_half(here: int) -> list:
-    return [(message(here, here + 2, here), FORWARD)]
+def make_first_half(here: int) -> list:
+    return [(make_message(here, here + 2, here), FORWARD)]
 
 
-def second_half(here: int) -> list:
-    return [(message(here - 2, here, here), FORWARD)]
+def make_second_half(here: int) -> list:
+    return [(make_message(here - 2, here, here), FORWARD)]
 
 
 def test_messages_to_another_node_leave_one_after_another():
-    ranks = [toy(rank, first_half(rank) if rank < 2 else second_half(rank), {}) for rank in range(4)]
+    ranks = [make_rank(rank, make_first_half(rank) if rank < 2 else make_second_half(rank), {}) for rank in range(4)]
     timeline = run(NODES, *ranks)
-    assert [ends(timeline, rank)[0] for rank in range(4)] == [0, 0, 2 + 1, 4 + 1]  # 8 bytes at 4 in a second, 1 s
+    assert [list_ends(timeline, rank)[0] for rank in range(4)] == [0, 0, 2 + 1, 4 + 1]  # 8 bytes at 4 in a second, 1 s
 
 
 def test_messages_from_two_nodes_arrive_one_after_another():
     steps = [
-        [(message(0, 4, 0), FORWARD)], [], [(compute("a"), FORWARD), (message(2, 5, 2), FORWARD)], [],
-        [(message(0, 4, 4), FORWARD)], [(message(2, 5, 5), FORWARD)],
+        [(make_message(0, 4, 0), FORWARD)], [], [(compute("a"), FORWARD), (make_message(2, 5, 2), FORWARD)], [],
+        [(make_message(0, 4, 4), FORWARD)], [(make_message(2, 5, 5), FORWARD)],
     ]  # fmt: skip
-    timeline = run(NODES, *(toy(rank, each, {"a": 1}) for rank, each in enumerate(steps)))
-    assert ends(timeline, 4) == [2 + 1]
-    assert ends(timeline, 5) == [2 + 2 + 1]  # it comes at 1 s, and the link of its node is free from 2 s on
+    timeline = run(NODES, *(make_rank(rank, each, {"a": 1}) for rank, each in enumerate(steps)))
+    assert list_ends(timeline, 4) == [2 + 1]
+    assert list_ends(timeline, 5) == [2 + 2 + 1]  # it comes at 1 s, and the link of its node is free from 2 s on
 
 
 def test_within_a_node_messages_do_not_hinder_each_other():
-    ranks = [toy(rank, [(message(0, 1, rank), FORWARD)], {}) for rank in range(2)]
-    ranks += [toy(rank, [(message(2, 3, rank), FORWARD)], {}) for rank in (2, 3)]
+    ranks = [make_rank(rank, [(make_message(0, 1, rank), FORWARD)], {}) for rank in range(2)]
+    ranks += [make_rank(rank, [(make_message(2, 3, rank), FORWARD)], {}) for rank in (2, 3)]
     timeline = run(replace(NODES, node_ranks=4), *ranks)
-    assert ends(timeline, 1) == ends(timeline, 3) == [1.0]  # 0.5 s of latency, 8 bytes at 16 in a second
+    assert list_ends(timeline, 1) == list_ends(timeline, 3) == [1.0]  # 0.5 s of latency, 8 bytes at 16 in a second
 
 
-def bucket(number: int, count_bytes: int = 8, ranks: int = 4) -> SumGradients:
+def make_bucket(number: int, count_bytes: int = 8, ranks: int = 4) -> SumGradients:
     return SumGradients(f"g{number}", ("w",), count_bytes, tuple(range(ranks)), 2 * number)
 
 
 def test_sums_of_gradients_go_on_behind_backward_one_after_another():
     """Each of 4 ranks sends 8 bytes to 3 others: 2 x 2 x 8 leave a node, and take 8 s; latency is 1 s."""
-    steps = [(bucket(0), BACKWARD), (bucket(1), BACKWARD), (compute("a"), BACKWARD)]
-    steps += [(bucket(0), UPDATE), (bucket(1), UPDATE)]
-    timeline = run(NODES, *(toy(rank, steps, {"a": 2}) for rank in range(4)))
-    assert ends(timeline, 0) == [0, 0, 4, 8 + 1, 16 + 1]
-    assert run(NODES, *(toy(rank, steps, {"a": 10}) for rank in range(4))).seconds == 20  # all of it is hidden
+    steps = [(make_bucket(0), BACKWARD), (make_bucket(1), BACKWARD), (compute("a"), BACKWARD)]
+    steps += [(make_bucket(0), UPDATE), (make_bucket(1), UPDATE)]
+    timeline = run(NODES, *(make_rank(rank, steps, {"a": 2}) for rank in range(4)))
+    assert list_ends(timeline, 0) == [0, 0, 4, 8 + 1, 16 + 1]
+    assert run(NODES, *(make_rank(rank, steps, {"a": 10}) for rank in range(4))).seconds == 20  # all of it is hidden
 
 
 def test_what_ranks_wait_for_goes_before_sums_of_gradients():
-    begin, end = [(bucket(0), BACKWARD)], [(bucket(0), UPDATE)]
-    steps = [begin + (first_half(rank) if rank < 2 else second_half(rank)) + end for rank in range(4)]
-    timeline = run(NODES, *(toy(rank, each, {}) for rank, each in enumerate(steps)))
-    assert ends(timeline, 2)[1] == 2 + 1
-    assert ends(timeline, 3)[1] == 4 + 1
-    assert [ends(timeline, rank)[-1] for rank in range(4)] == [8 + 4 + 1] * 4  # both messages, 2 s each, came between
+    begin, end = [(make_bucket(0), BACKWARD)], [(make_bucket(0), UPDATE)]
+    steps = [begin + (make_first_half(rank) if rank < 2 else make_second_half(rank)) + end for rank in range(4)]
+    timeline = run(NODES, *(make_rank(rank, each, {}) for rank, each in enumerate(steps)))
+    assert list_ends(timeline, 2)[1] == 2 + 1
+    assert list_ends(timeline, 3)[1] == 4 + 1
+    # Both messages, 2 s each, came between.
+    assert [list_ends(timeline, rank)[-1] for rank in range(4)] == [8 + 4 + 1] * 4
 
 
 def test_a_sum_that_is_waited_for_takes_its_turn_on_the_links():
     total = AllReduce("sum", "x", "y", TensorSpec((1, 2), "float32"), (0, 2), True)
-    steps = [[(message(1, 3, rank), FORWARD)] if rank % 2 else [(total, FORWARD)] for rank in range(4)]
-    timeline = run(NODES, *(toy(rank, each, {}) for rank, each in enumerate(steps)))
-    assert ends(timeline, 0) == ends(timeline, 2) == [2 + 2 + 1]  # behind the message, which rank 1 has sent at 0 s
-    assert ends(timeline, 3) == [2 + 2 + 1]  # to its node the sum comes first
+    steps = [[(make_message(1, 3, rank), FORWARD)] if rank % 2 else [(total, FORWARD)] for rank in range(4)]
+    timeline = run(NODES, *(make_rank(rank, each, {}) for rank, each in enumerate(steps)))
+    # Behind the message, which rank 1 has sent at 0 s.
+    assert list_ends(timeline, 0) == list_ends(timeline, 2) == [2 + 2 + 1]
+    assert list_ends(timeline, 3) == [2 + 2 + 1]  # to its node the sum comes first
 
 
 def test_the_link_of_a_node_is_shared_by_its_ranks_of_a_sum():

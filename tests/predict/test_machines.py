@@ -147,11 +147,11 @@ def rate():
     pytest.importorskip("monai")
     replay = PublishedReplay()
 
-    def images_per_s(images: int, name: str = "Lassen", **changes: float) -> float:
+    def compute_images_per_s(images: int, name: str = "Lassen", **changes: float) -> float:
         run = StudyRun(RESNET_50, 224, images, Plan(split_size=1, spatial_size=0), name)
         return replay.forecast_run(run, changes).images_per_s
 
-    return images_per_s
+    return compute_images_per_s
 
 
 @pytest.mark.nightly

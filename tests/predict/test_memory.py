@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
 from mpi4dl_nb.engines.predict.rank_tally import build_tally
 from mpi4dl_nb.engines.program.instructions import SumGradients
 from mpi4dl_nb.engines.train.recipe import prepare, sgd
-from tests.predict.measured import live_bytes
+from tests.predict.measured import measure_live_bytes
 
 ADAM = partial(torch.optim.Adam, lr=1e-3)
 CASES = {
@@ -45,7 +45,7 @@ CASES = {
 def test_the_peak_of_each_rank_is_as_measured(name):
     model, plan, optimiser, states = CASES[name]
     recipe = prepare(model(), plan, (4, 3, 64, 64), optimiser=optimiser)
-    for measured in live_bytes(recipe):
+    for measured in measure_live_bytes(recipe):
         memory = predict_rank_memory(measured.program, recipe.graph, plan, states)
         assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
         assert sum(memory.at_peak.values()) == memory.peak_bytes
@@ -67,7 +67,7 @@ class Watched(nn.Module):
 def test_operators_without_gradients_are_not_counted_as_trained():
     plan = Plan(split_size=1, spatial_size=0)
     recipe = prepare(Watched(), plan, (2, 3, 64, 64))
-    (measured,) = live_bytes(recipe)
+    (measured,) = measure_live_bytes(recipe)
     tally = build_tally(measured.program, recipe.graph)
     ops = [op for segment in tally.ways[0].segments.values() for op in segment.ops]
     assert [op.gradients for op in ops if op.kind == "convolution"] == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_operators_without_gradients_are_not_counted_as_trained():
 def test_what_is_held_after_each_step_is_as_measured():
     plan = Plan(split_size=2, spatial_size=1)
     recipe = prepare(resnet20_v1(), plan, (2, 3, 64, 64))
-    for measured in live_bytes(recipe):
+    for measured in measure_live_bytes(recipe):
         memory = predict_rank_memory(measured.program, recipe.graph, plan)
         assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
         kinds = [type(step.instruction) for step in measured.program.steps]

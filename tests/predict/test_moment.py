@@ -19,7 +19,7 @@ PLANS = [
 ]
 
 
-def graph(model: nn.Module, plan: Plan, shape: tuple[int, ...]):
+def trace_graph(model: nn.Module, plan: Plan, shape: tuple[int, ...]):
     return TraceCache(model, shape, nn.CrossEntropyLoss()).get_graph(plan)
 
 
@@ -50,7 +50,7 @@ def test_a_models_modules_are_named_whose_weights_and_results_they_are():
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, padding=1), nn.ReLU())
     model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)])
     plan = Plan(split_size=1, spatial_size=0)
-    moment = predict_plan_memory(graph(model, plan, (2, 3, 16, 16)), plan).find_peak(0)
+    moment = predict_plan_memory(trace_graph(model, plan, (2, 3, 16, 16)), plan).find_peak(0)
     assert list(moment.layers) == ["0", "2", "6"]
     pixels = 4 * 2 * 16 * 16  # bytes of a channel of two images
     assert moment.layers["0"]["activations"] == 4 * pixels  # ReLU's result; that of the convolution is let go
@@ -58,12 +58,14 @@ def test_a_models_modules_are_named_whose_weights_and_results_they_are():
     assert moment.layers["2"]["activations"] == 8 * pixels + 4 * 2 * 8  # and what the pool makes of it
     assert moment.layers["2"]["weights"] == 4 * (4 * 9 + 1) * 8
     assert moment.rest == {"inputs": 3 * pixels + 2 * 8}
-    assert moment.bytes == sum(predict_plan_memory(graph(model, plan, (2, 3, 16, 16)), plan).ranks[0].at_peak.values())
+    assert moment.bytes == sum(
+        predict_plan_memory(trace_graph(model, plan, (2, 3, 16, 16)), plan).ranks[0].at_peak.values()
+    )
 
 
-def test_the_moment_is_told_in_the_users_words():
+def test_the_moment_is_said_in_the_users_words():
     plan = Plan(split_size=1, slice_method="1x2")
-    found = predict_plan_memory(graph(UNet(num_classes=3), plan, (1, 3, 64, 64)), plan)
+    found = predict_plan_memory(trace_graph(UNet(num_classes=3), plan, (1, 3, 64, 64)), plan)
     moment = found.find_peak(1)
     words = f"instruction {moment.step + 1} of {len(found.programs[1].steps)}, {moment.place.text}"
     assert moment.words == words

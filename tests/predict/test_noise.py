@@ -40,7 +40,7 @@ from tests.predict.test_simulate import FLAT
 QUIET, BUSY, HOPELESS = Noise(0.02, 0.05), Noise(0.35, 0.3), Noise(0.8, 1.5)
 
 
-def spins(shares: list[float], host: str = "here", wall_s: float = 0.2) -> list[Spin]:
+def make_spins(shares: list[float], host: str = "here", wall_s: float = 0.2) -> list[Spin]:
     """Ranks of processes of their own that were given these shares of a core."""
     return [Spin(host, process, wall_s, share * wall_s) for process, share in enumerate(shares)]
 
@@ -58,11 +58,12 @@ def spins(shares: list[float], host: str = "here", wall_s: float = 0.2) -> list[
     ],
 )
 def test_what_ranks_are_not_given_others_have(shares: list[float], cores: int, expected: float):
-    assert compute_foreign_share(spins(shares), cores) == pytest.approx(expected)
+    assert compute_foreign_share(make_spins(shares), cores) == pytest.approx(expected)
 
 
 def test_the_busiest_host_counts_and_threads_of_one_process_want_one_core():
-    assert compute_foreign_share([*spins([1.0, 1.0], "one"), *spins([0.6, 0.6], "other")], 2) == pytest.approx(0.4)
+    spins = [*make_spins([1.0, 1.0], "one"), *make_spins([0.6, 0.6], "other")]
+    assert compute_foreign_share(spins, 2) == pytest.approx(0.4)
     assert compute_foreign_share([Spin("here", 7, 0.2, 0.05)] * 4, 2) == pytest.approx(0.0)
 
 
@@ -71,13 +72,13 @@ def test_the_spread_is_that_of_the_middle_half(times: list[float]):
     """Against quartiles by sorting, whatever the unit."""
     ordered = sorted(times)
 
-    def at(share: float) -> float:
+    def compute_quantile(share: float) -> float:
         place = share * (len(ordered) - 1)
         low = int(place)
         high = min(low + 1, len(ordered) - 1)
         return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
-    expected = (at(0.75) - at(0.25)) / statistics.median(times)
+    expected = (compute_quantile(0.75) - compute_quantile(0.25)) / statistics.median(times)
     assert compute_spread([times]) == pytest.approx(expected)
     assert compute_spread([[1000 * each for each in times]]) == pytest.approx(expected)
 
@@ -133,17 +134,17 @@ def test_a_rank_notes_how_much_of_a_core_it_was_given(share: float, monkeypatch)
 # ---- what the notebook does with it
 
 
-def measures(monkeypatch, *noises: Noise, load: float = 0.02) -> list[bool]:
+def replace_measurements(monkeypatch, *noises: Noise, load: float = 0.02) -> list[bool]:
     """Calibrations that come out with these noises, in turn, under a load; whether each was quick."""
     left: Iterator[Noise] = iter(noises)
     asked: list[bool] = []
 
-    def measured(call: object, n: int, recipes: object, quick: bool, progress: bool, text: str) -> Machine:
+    def measure(call: object, n: int, recipes: object, quick: bool, progress: bool, text: str) -> Machine:
         asked.append(quick)
         print(text)
         return replace(FLAT, ranks=n, noise=next(left), quick=quick)
 
-    monkeypatch.setattr(from_notebook, "_measure", measured)
+    monkeypatch.setattr(from_notebook, "_measure", measure)
     monkeypatch.setattr(from_notebook, "_measure_load", lambda call: load)
     monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
     return asked
@@ -156,7 +157,7 @@ def remembered(monkeypatch, tmp_path) -> Callable[[], Machine | None]:
 
 
 def test_a_good_one_is_remembered(monkeypatch, remembered):
-    asked = measures(monkeypatch, QUIET)
+    asked = replace_measurements(monkeypatch, QUIET)
     machine = Cluster(2, backend="loopback").calibrate()
     assert asked == [False]
     assert machine.noise == QUIET
@@ -164,14 +165,14 @@ def test_a_good_one_is_remembered(monkeypatch, remembered):
 
 
 def test_a_noisy_one_is_measured_again_and_the_better_one_counts(monkeypatch, remembered):
-    asked = measures(monkeypatch, HOPELESS, QUIET)
+    asked = replace_measurements(monkeypatch, HOPELESS, QUIET)
     assert Cluster(2, backend="loopback").calibrate().noise == QUIET
     assert len(asked) == 2
     assert remembered().noise == QUIET
 
 
 def test_two_noisy_ones_serve_with_a_warning_and_are_not_remembered(monkeypatch, remembered, tmp_path):
-    measures(monkeypatch, BUSY, HOPELESS)
+    replace_measurements(monkeypatch, BUSY, HOPELESS)
     cluster = Cluster(2, backend="loopback")
     with pytest.warns(UserWarning, match=r"other programs took 35% of the cores .* is not remembered"):
         assert cluster.calibrate(tmp_path / "asked.json").noise == BUSY
@@ -181,7 +182,7 @@ def test_two_noisy_ones_serve_with_a_warning_and_are_not_remembered(monkeypatch,
 
 
 def test_a_useless_one_is_refused_where_a_good_one_is_asked_for(monkeypatch, remembered, capsys):
-    measures(monkeypatch, HOPELESS, HOPELESS, HOPELESS)
+    replace_measurements(monkeypatch, HOPELESS, HOPELESS, HOPELESS)
     cluster = Cluster(2, backend="loopback")
     with pytest.raises(PlanError, match=r"too busy to be measured: other programs took 80% .* End what else runs"):
         cluster.calibrate(quick=False)
@@ -196,7 +197,7 @@ def test_a_useless_one_is_refused_where_a_good_one_is_asked_for(monkeypatch, rem
 @pytest.mark.parametrize("noise", [QUIET, HOPELESS])
 def test_a_busy_machine_is_measured_quickly_and_once_with_a_warning(monkeypatch, remembered, noise, capsys):
     """Also if the load has gone meanwhile: what was asked for were all repetitions."""
-    asked = measures(monkeypatch, noise, load=0.45)
+    asked = replace_measurements(monkeypatch, noise, load=0.45)
     cluster = Cluster(2, backend="loopback")
     with pytest.warns(UserWarning, match=r"take 45% of the cores: .* not remembered: .*calibrate\(again=True\)"):
         machine = cluster.calibrate()
@@ -209,7 +210,7 @@ def test_a_busy_machine_is_measured_quickly_and_once_with_a_warning(monkeypatch,
 
 
 def test_who_asks_for_all_repetitions_hears_in_the_first_second_that_the_machine_is_busy(monkeypatch, remembered):
-    asked = measures(monkeypatch, HOPELESS, HOPELESS, load=0.45)
+    asked = replace_measurements(monkeypatch, HOPELESS, HOPELESS, load=0.45)
     cluster = Cluster(2, backend="loopback")
     with pytest.raises(PlanError, match=r"too busy to be measured: other programs take 45% of the cores .*up to 20%"):
         cluster.calibrate(quick=False)
@@ -219,7 +220,7 @@ def test_who_asks_for_all_repetitions_hears_in_the_first_second_that_the_machine
 
 
 def test_a_load_that_comes_meanwhile_is_no_reason_to_measure_again(monkeypatch, remembered):
-    asked = measures(monkeypatch, HOPELESS, HOPELESS)
+    asked = replace_measurements(monkeypatch, HOPELESS, HOPELESS)
     loads = iter((0.02, 0.6))
     monkeypatch.setattr(from_notebook, "_measure_load", lambda call: next(loads))
     with pytest.warns(UserWarning, match=r"This calibration is noisy: other programs took 80% of the cores"):
@@ -242,7 +243,7 @@ def test_the_load_is_known_in_the_first_second(monkeypatch, remembered):
 
 
 def test_a_quick_look_serves_until_more_is_asked_for(monkeypatch, remembered):
-    asked = measures(monkeypatch, QUIET, QUIET)
+    asked = replace_measurements(monkeypatch, QUIET, QUIET)
     cluster = Cluster(2, backend="loopback")
     quick = cluster.calibrate(quick=True)
     assert cluster.calibrate() is quick

@@ -37,7 +37,7 @@ from mpi4dl_nb.engines.predict.tallies import (
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.program import LEAST_BYTES
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
+from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, list_ends, make_rank, run, transfer
 
 SHARED = replace(BYTE_PER_S, cores=2)
 
@@ -68,7 +68,7 @@ def test_a_forecast_is_the_same_where_gradients_are_off(off, monkeypatch):
     assert inside == build_tally(program, recipe.graph)
 
 
-def moves_of(skips: bool) -> list[int]:
+def list_moves(skips: bool) -> list[int]:
     recipe = prepare(Block(skips), Plan(split_size=1, spatial_size=0), (1, 3, 8, 8), device="cpu")
     (program,) = compile_plan(recipe.graph, recipe.plan)
     way = build_tally(program, recipe.graph).ways[0]
@@ -97,8 +97,8 @@ def test_ranks_that_compute_the_same_share_one_tally(plan, different):
 
 def test_a_skip_adds_one_gradient_to_another():
     size = 4 * 8 * 8 * 4
-    more = moves_of(skips=True)
-    for each in moves_of(skips=False):
+    more = list_moves(skips=True)
+    for each in list_moves(skips=False):
         more.remove(each)
     assert 3 * size in more
     assert all(each in (2 * size, 3 * size) for each in more)
@@ -116,12 +116,12 @@ def test_moving_gradients_takes_time_in_backward_alone():
     assert times == [10, 20, 10, 50]
 
 
-def test_on_shared_cores_whoever_waits_for_a_message_fetches_it():
+def test_on_shared_cores_a_rank_that_waits_for_a_message_fetches_it():
     """8 bytes at 16 a second: half a second of the receiver's, even where the message came long ago."""
-    first = toy(0, [(compute("a"), FORWARD), (transfer(0), FORWARD)], {"a": 1})
-    late = toy(1, [(compute("b"), FORWARD), (transfer(1), FORWARD)], {"b": 5})
-    assert ends(run(BYTE_PER_S, first, late), 1) == [5, 5]
-    assert ends(run(SHARED, first, late), 1) == [5, 5.5]
+    first = make_rank(0, [(compute("a"), FORWARD), (transfer(0), FORWARD)], {"a": 1})
+    late = make_rank(1, [(compute("b"), FORWARD), (transfer(1), FORWARD)], {"b": 5})
+    assert list_ends(run(BYTE_PER_S, first, late), 1) == [5, 5]
+    assert list_ends(run(SHARED, first, late), 1) == [5, 5.5]
 
 
 def test_threads_share_a_kernel_and_wait_for_each_other():
@@ -147,7 +147,7 @@ def test_a_transposed_convolution_is_the_one_that_it_turns_around():
     assert get_convolution_shape("tile.conv_transpose", [(2, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64, 2)
 
 
-def test_gradients_apart_take_what_samples_say():
+def test_separate_gradients_take_what_samples_say():
     """Of a convolution's 8 s a quarter, and seven eighths; a norm's 10 s are not apart."""
     machine = replace(
         BYTE_PER_S,
@@ -169,7 +169,7 @@ def test_gradients_apart_take_what_samples_say():
     assert estimate_segment_work(replace(late, late=False), machine, 1, Phase.WEIGHTS).seconds == 0
 
 
-def timed(sizes: tuple[LayerSize, ...], late: float = 0.0) -> list[tuple[OpTally, KernelTimes]]:
+def time_kernels(sizes: tuple[LayerSize, ...], late: float = 0.0) -> list[tuple[OpTally, KernelTimes]]:
     kernels = make_calls(sizes)
     found = KernelTimer(kernels, late, separate=True)
     found.run_round()
@@ -184,7 +184,7 @@ def test_the_largest_convolutions_of_several_images_are_left_out_where_that_is_a
 @pytest.mark.nightly
 def test_samples_are_of_all_classes_whichever_comes_first():
     sizes = (LayerSize(4, 8), LayerSize(8, 4))
-    first, later = (timed(sizes, place) for place in (0.0, 0.75))
+    first, later = (time_kernels(sizes, place) for place in (0.0, 0.75))
     assert [op for op, _ in first] == [op for op, _ in later]
     assert {op.kind for op, _ in first} == set(CLASSES)
     assert {op.kind for op, each in first if each.inputs and each.weights} == set(BY_ARITHMETIC)
@@ -196,18 +196,18 @@ def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
     """A whole turn takes seconds where cores are shared; `hang_after_s` may be one."""
     board = Mock()
     monkeypatch.setattr(kernel_timer, "get_status_board", lambda: board)
-    found = timed((LayerSize(4, 8),))
+    found = time_kernels((LayerSize(4, 8),))
     kernels = sum(len(each.forward + each.backward + each.inputs + each.weights) for _, each in found)
     assert board.report.call_count == kernels > 0
 
 
 def test_a_sample_is_as_crowded_as_all_ranks_found_it():
-    def taken(seconds: float) -> KernelTimes:
+    def make_times(seconds: float) -> KernelTimes:
         return KernelTimes([seconds] * 3, [seconds] * 3)
 
-    crowded = [[taken(1.2)], [taken(1.5)], [taken(2.0)]]
+    crowded = [[make_times(1.2)], [make_times(1.5)], [make_times(2.0)]]
     op = OpTally("aten.relu.default", "pointwise", 0, 100)
-    found = compute_speeds([op], [taken(1.0)], [taken(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
+    found = compute_speeds([op], [make_times(1.0)], [make_times(0.75)], crowded, call_s=0.5, back_call_s=0.0, cores=2)
     assert found == {"pointwise": (Speed((100.0,), 200.0, 100.0, crowded=1.5, spread=2 / 3),)}  # 0.25 + 0.75 of 0.5 + 1
     assert Machine("two", "an example", found, cores=2).estimate_spread("pointwise", (50,)) == pytest.approx(2 / 3)
     assert Machine("two", "an example", found, cores=2).estimate_crowding("pointwise", (50,)) == 1.5
@@ -219,7 +219,7 @@ def test_a_sample_is_as_crowded_as_all_ranks_found_it():
 )
 def test_what_is_away_is_carried_and_comes_back_where_it_cannot_be_read(host_per_s, takes_s):
     """`LEAST_BYTES`, copied in 4 s; on the way to the host and back 8 s."""
-    program, counted = toy(0, [(compute("a"), FORWARD), (compute("a"), Phase.BACKWARD)], {"a": 1})
+    program, counted = make_rank(0, [(compute("a"), FORWARD), (compute("a"), Phase.BACKWARD)], {"a": 1})
     segment = replace(counted.ways[0].segments["a"], fresh={"kept": LEAST_BYTES, "small": LEAST_BYTES - 1})
     counted.ways[0].segments["a"] = segment
     machine = replace(BYTE_PER_S, copy_per_s=LEAST_BYTES / 4, host_per_s=host_per_s)
@@ -230,17 +230,17 @@ def test_what_is_away_is_carried_and_comes_back_where_it_cannot_be_read(host_per
 def test_a_message_that_leaves_one_way_is_not_packed():
     """The whole of the value, and so in a row; a part of several images is copied."""
     slow = replace(BYTE_PER_S, copy_per_s=8.0)
-    program, counted = toy(0, [(transfer(0), FORWARD)], {})
-    assert _work_s(program, counted, slow) == 0
+    program, counted = make_rank(0, [(transfer(0), FORWARD)], {})
+    assert _sum_work_s(program, counted, slow) == 0
     left = Tile(Span(0, 2), Span(0, 1))
     cut = replace(
         transfer(0), shape=(1, 1, 2, 2), own=Tile.whole(2, 2), sends=(Move(0, 1, left),)
     )  # a column of two rows: 8 bytes
-    program, counted = toy(0, [(cut, FORWARD)], {})
-    assert _work_s(program, counted, slow) == 1
+    program, counted = make_rank(0, [(cut, FORWARD)], {})
+    assert _sum_work_s(program, counted, slow) == 1
 
 
-def _work_s(program, counted, machine: Machine) -> float:
+def _sum_work_s(program, counted, machine: Machine) -> float:
     (actions,) = build_step_actions(program, counted, machine, 1, recompute=False)
     return sum(action.seconds for action in actions if isinstance(action, ComputeWork))
 
@@ -250,7 +250,7 @@ def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(copies, cache
     """Work on two bytes, copied at four a second; nobody has waited before the one behind it."""
     monkeypatch.setattr("mpi4dl_nb.engines.predict.cost._CACHE_BYTES", cache_bytes)
     works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
-    program, counted = toy(1, works, {"a": 2, "b": 2})
+    program, counted = make_rank(1, works, {"a": 2, "b": 2})
     machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_copies=copies)
     _, first, second = build_step_actions(program, counted, machine, 1, recompute=False)
     assert [sum(action.seconds for action in step) for step in (first, second)] == [2 + more_s, 2]

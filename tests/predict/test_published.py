@@ -52,21 +52,21 @@ def test_measures_by_hand():
     assert found == {"times as fast": 2.0, "% of linear": 50.0, "s per epoch": 12_811.67, "images/s": 100.0}
 
 
-def outcome(simulated: float, memory_bytes: int = 16 << 30) -> ReplayOutcome:
+def make_outcome(simulated: float, memory_bytes: int = 16 << 30) -> ReplayOutcome:
     return ReplayOutcome(replace(ROWS["hy-fi/layers"], why=""), simulated, FAST, HALF_AS_FAST, memory_bytes, ())
 
 
 def test_ratio_and_agreement_by_hand():
-    assert outcome(2.67 * 1.5).ratio == pytest.approx(1.5)
-    assert [outcome(2.67 * ratio).agrees for ratio in (0.79, 0.81, 1.19, 1.21)] == [False, True, True, False]
-    assert "not known" in format_outcomes([outcome(1.0)])
-    assert "not known" not in format_outcomes([outcome(2.67)])
+    assert make_outcome(2.67 * 1.5).ratio == pytest.approx(1.5)
+    assert [make_outcome(2.67 * ratio).agrees for ratio in (0.79, 0.81, 1.19, 1.21)] == [False, True, True, False]
+    assert "not known" in format_outcomes([make_outcome(1.0)])
+    assert "not known" not in format_outcomes([make_outcome(2.67)])
 
 
 def test_a_row_that_does_not_fit_says_so():
-    assert outcome(2.67).line["fits"]
-    assert not outcome(2.67, memory_bytes=4 << 30).line["fits"]
-    assert "does not fit the 4.0 GB" in format_outcomes([outcome(2.67, memory_bytes=4 << 30)])
+    assert make_outcome(2.67).line["fits"]
+    assert not make_outcome(2.67, memory_bytes=4 << 30).line["fits"]
+    assert "does not fit the 4.0 GB" in format_outcomes([make_outcome(2.67, memory_bytes=4 << 30)])
 
 
 @pytest.mark.nightly

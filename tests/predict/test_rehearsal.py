@@ -52,7 +52,7 @@ def rehearsal():
     return prepare_recipes(RANKS)
 
 
-def played(machine: Machine, *act) -> CalibrationTimes:
+def simulate_times(machine: Machine, *act) -> CalibrationTimes:
     """As ranks of such a machine would measure themselves."""
     programs = RunComparison(*act)
     return CalibrationTimes(
@@ -62,7 +62,7 @@ def played(machine: Machine, *act) -> CalibrationTimes:
 
 @pytest.mark.nightly
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
-    seen = [played(REAL, *act) for act in rehearsal]
+    seen = [simulate_times(REAL, *act) for act in rehearsal]
     blank = replace(FLAT, cores=2, slice_s=REAL.slice_s, copy_per_s=REAL.copy_per_s)
     found = fit_machine(blank, rehearsal, seen)
     for name in FOUND:

@@ -72,7 +72,7 @@ def test_by_memory_activations_are_recomputed_where_that_saves_some():
     assert lean.peak_bytes < plain.peak_bytes
 
 
-def test_what_does_not_fit_is_set_apart(graph_of):
+def test_what_does_not_fit_is_listed_separately(graph_of):
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(2, 2)]
     sizes = sorted(each.peak_bytes for each in search(2, 2, graph_of, FLAT, asked=lean).fitting)
     found = search(2, 2, graph_of, FLAT, rank_bytes=sizes[2])

@@ -43,7 +43,7 @@ def transfer(rank: int) -> Exchange:
     )  # fmt: skip
 
 
-def toy(rank: int, steps: list, seconds: dict[str, int]) -> tuple[Program, RankTally]:
+def make_rank(rank: int, steps: list, seconds: dict[str, int]) -> tuple[Program, RankTally]:
     """A rank whose segments take so many seconds forward, and twice that back."""
     walked = tuple(Step(item, phase) for item, phase in steps)
     items = tuple(dict.fromkeys(item for item, _ in steps))
@@ -59,7 +59,7 @@ def run(machine: Machine, *ranks: tuple[Program, RankTally]):
     return simulate(programs, tallies, machine, [1] * len(ranks))
 
 
-def ends(timeline, rank: int) -> list[float]:
+def list_ends(timeline, rank: int) -> list[float]:
     return [event.end_s for event in timeline.events if event.rank == rank]
 
 
@@ -67,49 +67,49 @@ FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 def test_a_message_arrives_after_latency_and_bytes_and_is_waited_for():
-    first = toy(0, [(compute("a"), FORWARD), (transfer(0), FORWARD), (compute("b"), FORWARD)], {"a": 1, "b": 1})
-    second = toy(1, [(transfer(1), FORWARD), (compute("c"), FORWARD)], {"c": 2})
+    first = make_rank(0, [(compute("a"), FORWARD), (transfer(0), FORWARD), (compute("b"), FORWARD)], {"a": 1, "b": 1})
+    second = make_rank(1, [(transfer(1), FORWARD), (compute("c"), FORWARD)], {"c": 2})
     timeline = run(BYTE_PER_S, first, second)
-    assert ends(timeline, 0) == [1, 1, 2]  # what is sent is not waited for
-    assert ends(timeline, 1) == [2, 4]  # 1 s of work, 0.5 s of latency, 8 bytes at 16 in a second
+    assert list_ends(timeline, 0) == [1, 1, 2]  # what is sent is not waited for
+    assert list_ends(timeline, 1) == [2, 4]  # 1 s of work, 0.5 s of latency, 8 bytes at 16 in a second
     assert [event.bytes for event in timeline.events] == [0, 8, 0, 0, 0]
     assert [event.wait_s for event in timeline.events] == [0, 0, 0, 2, 0]
     assert timeline.seconds == 4
 
 
 def test_a_gradient_goes_home_by_the_same_moves():
-    first = toy(0, [(transfer(0), FORWARD), (transfer(0), BACKWARD), (compute("a"), BACKWARD)], {"a": 1})
-    second = toy(1, [(transfer(1), FORWARD), (transfer(1), BACKWARD)], {})
+    first = make_rank(0, [(transfer(0), FORWARD), (transfer(0), BACKWARD), (compute("a"), BACKWARD)], {"a": 1})
+    second = make_rank(1, [(transfer(1), FORWARD), (transfer(1), BACKWARD)], {})
     timeline = run(BYTE_PER_S, first, second)
-    assert ends(timeline, 1) == [1, 1]
-    assert ends(timeline, 0) == [0, 2, 4]  # backward takes twice as long
+    assert list_ends(timeline, 1) == [1, 1]
+    assert list_ends(timeline, 0) == [0, 2, 4]  # backward takes twice as long
 
 
 def test_a_sum_is_complete_when_the_last_one_has_come():
     total = AllReduce("sum", "x", "y", TensorSpec((1, 2), "float32"), (0, 1, 2), True)
-    ranks = [toy(r, [(compute("a"), FORWARD), (total, FORWARD)], {"a": 1 + r}) for r in range(3)]
+    ranks = [make_rank(r, [(compute("a"), FORWARD), (total, FORWARD)], {"a": 1 + r}) for r in range(3)]
     timeline = run(BYTE_PER_S, *ranks)
-    assert [ends(timeline, rank)[-1] for rank in range(3)] == [4.5] * 3  # 3 s of work, 0.5 s, 16 bytes each
+    assert [list_ends(timeline, rank)[-1] for rank in range(3)] == [4.5] * 3  # 3 s of work, 0.5 s, 16 bytes each
     assert [event.wait_s for event in timeline.events if event.name == "sum"] == [3.5, 2.5, 1.5]
 
 
 def test_ranks_share_the_cores_of_a_host():
     machine = replace(BYTE_PER_S, cores=1)
-    ranks = [toy(r, [(compute("a"), FORWARD)], {"a": seconds}) for r, seconds in enumerate((1, 3))]
+    ranks = [make_rank(r, [(compute("a"), FORWARD)], {"a": seconds}) for r, seconds in enumerate((1, 3))]
     timeline = run(machine, *ranks)
-    assert ends(timeline, 0) + ends(timeline, 1) == pytest.approx([2, 4], abs=machine.slice_s)
+    assert list_ends(timeline, 0) + list_ends(timeline, 1) == pytest.approx([2, 4], abs=machine.slice_s)
     assert run(replace(machine, cores=2), *ranks).seconds == 3
 
 
 def test_two_ranks_that_wait_for_each_other_are_an_error():
-    ranks = [toy(0, [(compute("a"), FORWARD)], {"a": 1}), toy(1, [(transfer(1), FORWARD)], {})]
+    ranks = [make_rank(0, [(compute("a"), FORWARD)], {"a": 1}), make_rank(1, [(transfer(1), FORWARD)], {})]
     with pytest.raises(PlanError, match=r"wait for ever: ranks 1 wait, rank 1 in step 0 \(there, forward\)"):
         run(BYTE_PER_S, *ranks)
 
 
 def test_a_class_that_was_not_measured_is_an_error():
     with pytest.raises(PlanError, match="no speed for pointwise"):
-        run(replace(BYTE_PER_S, speeds={}), toy(0, [(compute("a"), FORWARD)], {"a": 1}))
+        run(replace(BYTE_PER_S, speeds={}), make_rank(0, [(compute("a"), FORWARD)], {"a": 1}))
 
 
 def test_a_machine_is_the_same_after_being_stored():

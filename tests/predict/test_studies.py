@@ -114,7 +114,7 @@ def test_limits_at_the_ends(monkeypatch):
         largest_image(MODEL, Plan(split_size=40, spatial_size=0), SMALL, most_px=512)
 
 
-def test_the_next_size_is_the_one_whose_memory_is_told():
+def test_the_next_size_is_the_one_whose_memory_is_reported():
     plan = Plan(split_size=1, slice_method="9x1")  # 4 and 8 rows of pixels cannot be cut so
     found = largest_image(MODEL, plan, SMALL, step_px=4, most_px=64, rank_bytes=100)
     graph = MODEL.graph(plan, (1, 3, found.next_px, found.next_px))

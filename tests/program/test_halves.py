@@ -30,7 +30,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
-from tests.predict.measured import live_values
+from tests.predict.measured import get_live_values
 from tests.sampling import trials
 from tests.spatial.drawn import Calls, Geometry, generate_geometries, seeds
 from tests.zoo import Segmenter, Skips
@@ -206,7 +206,7 @@ def test_an_interior_is_completed_in_its_memory_or_begun_again(again: bool):
         training.start(training.cut({"images": torch.randn(1, 3, 16, 20).double(), "labels": torch.tensor([1])}))
         while training.program.steps[training.worker.position].phase is Phase.FORWARD:
             training.worker.step()
-        live = live_values(training.worker)
+        live = get_live_values(training.worker)
         begun = [name for name in live if name.endswith(".begun")]
         return [_get_address(live[name]) == _get_address(live[name.removesuffix(".interior.begun")]) for name in begun]
 

@@ -11,7 +11,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
 from mpi4dl_nb.engines.program.program import DirectionProgram, LiveValues
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.predict.measured import live_bytes
+from tests.predict.measured import measure_live_bytes
 
 PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
 
@@ -26,7 +26,7 @@ def measure_peaks(plan: Plan = PLAN) -> list[tuple[int, int]]:
     recipe = prepare(model, plan, (2, 3, 64, 64))
     return [
         (each.peak_bytes, predict_rank_memory(each.program, recipe.graph, plan).peak_bytes)
-        for each in live_bytes(recipe)
+        for each in measure_live_bytes(recipe)
     ]
 
 

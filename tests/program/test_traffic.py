@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.program import count_traffic
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.predict.measured import live_values
+from tests.predict.measured import get_live_values
 
 PLANS = [
     Plan(split_size=1, num_spatial_parts=4),
@@ -85,7 +85,7 @@ def test_no_rank_of_a_spatial_stage_holds_a_whole_image(halos: dict[str, object]
         training.start(training.cut(batch))
         while not training.worker.done:
             training.worker.step()
-            for name, tensor in live_values(training.worker).items():
+            for name, tensor in get_live_values(training.worker).items():
                 spec = specs.get(name.split(".")[0])
                 if spec and len(spec.shape) == 4 and tensor.dim() == 4:
                     shares.append(tensor.shape[-2] * tensor.shape[-1] / (spec.shape[-2] * spec.shape[-1]))

@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony, ReplicaStudy
 from mpi4dl_nb.engines.train.train_replicas import replay, train_replicas
-from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, feed, made, recipe_of
+from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, make_batch, make_model, prepare_recipe
 from tests.zoo import Chain
 
 
@@ -48,16 +48,16 @@ def test_nobody_waits_for_a_replica_that_stands_still(mode: str) -> None:
     enough, taken = threading.Event(), []
 
     def work(world) -> ReplicaStudy:
-        def held_up(number: int) -> Mapping[str, Tensor]:
+        def make_batch_late(number: int) -> Mapping[str, Tensor]:
             if world.rank == 0:
                 assert enough.wait(timeout=60)
             else:
                 taken.append(number)
                 if len(taken) == 11:
                     enough.set()
-            return feed(number)
+            return make_batch(number)
 
-        return train_replicas(world, recipe_of(Chain, ALONE), asynchrony, held_up)
+        return train_replicas(world, prepare_recipe(Chain, ALONE), asynchrony, make_batch_late)
 
     study = run_ranks(4, work)[0]
     assert sum(study.batches[1:]) >= 11
@@ -106,16 +106,16 @@ def test_a_sub_world_is_made_by_its_own_ranks() -> None:
 
 
 def test_a_synchronous_study_is_not_replayed() -> None:
-    recipe, asynchrony = recipe_of(Chain, ALONE), Asynchrony(mode="synchronous", replicas=2, steps=1)
-    study = run_ranks(2, lambda world: train_replicas(world, recipe, asynchrony, feed))[0]
+    recipe, asynchrony = prepare_recipe(Chain, ALONE), Asynchrony(mode="synchronous", replicas=2, steps=1)
+    study = run_ranks(2, lambda world: train_replicas(world, recipe, asynchrony, make_batch))[0]
     with pytest.raises(PlanError, match="needs no replay"):
-        replay(study, made(Chain), LOSS, recipe, feed)
+        replay(study, make_model(Chain), LOSS, recipe, make_batch)
 
 
 def test_a_study_that_is_not_whole_is_not_replayed() -> None:
-    recipe, asynchrony = recipe_of(Chain, ALONE), Asynchrony(mode="peers", replicas=2, steps=3)
-    study = run_ranks(2, lambda world: train_replicas(world, recipe, asynchrony, feed))[0]
+    recipe, asynchrony = prepare_recipe(Chain, ALONE), Asynchrony(mode="peers", replicas=2, steps=3)
+    study = run_ranks(2, lambda world: train_replicas(world, recipe, asynchrony, make_batch))[0]
     kept = tuple(deed for deed in study.deeds if deed.kind != "offer")
     broken = ReplicaStudy(asynchrony, 2, study.turns, study.staleness, kept, study.weights)
     with pytest.raises(PlanError, match="wait for each other"):
-        replay(broken, made(Chain), LOSS, recipe, feed)
+        replay(broken, make_model(Chain), LOSS, recipe, make_batch)

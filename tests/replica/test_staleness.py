@@ -9,7 +9,7 @@ from mpi4dl_nb.engines.train.asynchrony import VersionTracker
 
 
 @given(replicas=st.integers(1, 6), bound=st.integers(0, 7), data=st.data())
-def test_the_bound_holds_and_somebody_may_always_go_on(replicas: int, bound: int, data: st.DataObject) -> None:
+def test_the_bound_holds_and_one_replica_may_always_go_on(replicas: int, bound: int, data: st.DataObject) -> None:
     ledger, waiting, arrived = VersionTracker(bound), set(range(replicas)), set()
     for _ in range(40):
         readers = ledger.readers.keys()

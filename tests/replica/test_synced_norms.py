@@ -22,7 +22,7 @@ REPLICAS = {
 }
 
 
-def net() -> nn.Sequential:
+def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1),
@@ -53,8 +53,8 @@ def test_replicas_normalise_by_the_whole_batch(name: str):
     scales = torch.tensor([1.0, 5.0, 0.2, 2.0, 3.0, 0.5, 1.5, 4.0]).double().view(8, 1, 1, 1)
     labels = torch.tensor([0, 2, 1, 1, 2, 0, 1, 2])
     batches = [(torch.randn(8, 3, 12, 14).double() * scales + scales, labels) for _ in range(2)]
-    losses, state = train_plain(net(), batches)
-    model, plan = nn.SyncBatchNorm.convert_sync_batchnorm(net()), REPLICAS[name]
+    losses, state = train_plain(make_net(), batches)
+    model, plan = nn.SyncBatchNorm.convert_sync_batchnorm(make_net()), REPLICAS[name]
     with Cluster(plan.ranks, backend="loopback") as cluster:
         training = Training(model.double(), plan, cluster, (4, 3, 12, 14), optimiser=SGD)
         assert [training.step(*batch) for batch in batches] == pytest.approx(losses, rel=1e-12)
@@ -64,7 +64,7 @@ def test_replicas_normalise_by_the_whole_batch(name: str):
 
 
 def test_verify_takes_other_norms_by_micro_batch_and_these_at_once():
-    model, plan = net(), REPLICAS["tiles"]
+    model, plan = make_net(), REPLICAS["tiles"]
     model[1] = nn.SyncBatchNorm(4)
     with Cluster(plan.ranks, backend="loopback") as cluster:
         proof = Training(model, plan, cluster, (2, 3, 12, 14)).verify()
@@ -82,7 +82,7 @@ def test_verify_takes_other_norms_by_micro_batch_and_these_at_once():
 )
 def test_micro_batches_one_after_another_are_refused(options: dict[str, Any], said: str):
     plan = Plan(**{"split_size": 2, "spatial_size": 0} | options)
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     with (
         Cluster(plan.ranks, backend="loopback") as cluster,
         pytest.raises(PlanError, match=rf"1 is an nn\.SyncBatchNorm.* of the whole batch.*{said}"),
@@ -111,7 +111,7 @@ def test_a_norm_that_is_called_twice():
 
 
 def test_evaluation_mode_asks_for_no_statistics():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(net()).eval()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(make_net()).eval()
     plan = Plan(split_size=2, spatial_size=0, parts=2)
     with Cluster(plan.ranks, backend="loopback") as cluster:
         assert Training(model, plan, cluster, (4, 3, 12, 14)).recipe.graph.synced == frozenset()

@@ -69,7 +69,7 @@ def test_whether_gradients_are_wanted_is_each_ranks_own(relay):
     assert torch.is_grad_enabled()
 
 
-def test_ranks_that_wait_for_each_other_are_told_and_do_not_hang(relay):
+def test_ranks_that_wait_for_each_other_are_reported_and_do_not_hang(relay):
     def work(world):
         world.exchange([], [Message((world.rank + 1) % 3, 7, torch.empty(1))]).wait()
 

@@ -76,19 +76,19 @@ def make(plan: Plan, folder: Path, steps: int = 3, **rules):
     return *make_ranks_in_turn(recipe, folder), make_batches(recipe, 0, steps=steps), one
 
 
-def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def compute_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
 
 
-def state(trainings: list[RankTraining]) -> dict[str, torch.Tensor]:
+def collect_state(trainings: list[RankTraining]) -> dict[str, torch.Tensor]:
     named = {name: tensor for training in trainings for name, tensor in training.held.items()}
     return {to_user_name(name): tensor.detach().clone() for name, tensor in named.items()}
 
 
 def assert_alike(trainings: list[RankTraining], one: ReferenceTraining) -> None:
     theirs = {**one.weights, **one.buffers}
-    for key, ours in state(trainings).items():
-        assert far(ours.double(), theirs[key].detach().double()) <= 1e-10, key
+    for key, ours in collect_state(trainings).items():
+        assert compute_distance(ours.double(), theirs[key].detach().double()) <= 1e-10, key
 
 
 @pytest.mark.sampled(2)
@@ -106,7 +106,7 @@ def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, tmp_
         for training in trainings:
             for key, ours in to_plain_names(training.copy_tensors()["gradients"]).items():
                 theirs = one.gradients[key]
-                assert far(ours, theirs) <= 1e-10 or theirs.norm() < 1e-12, key
+                assert compute_distance(ours, theirs) <= 1e-10 or theirs.norm() < 1e-12, key
     assert_alike(trainings, one)
     assert all(training.offloader.store.end_bytes > 0 for training in trainings)
     assert not list(tmp_path.iterdir())  # the file has no name
@@ -124,7 +124,7 @@ def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on(tmp_path):
 def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch, tmp_path):
     held, put_away = [], Worker.offload
 
-    def watched(worker: Worker) -> None:
+    def record_kept_bytes(worker: Worker) -> None:
         put_away(worker)
         lanes = worker.micro_batch_states.values()
         tensors = [t for lane in lanes for each in (lane.tensors, *lane._saved.values()) for t in each]
@@ -138,7 +138,7 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch, tmp_path):
             store = lane.offloader.store
             held.append(sum(s.nbytes() for key, s in live.items() if key not in kept and not store.has_storage(s)))
 
-    monkeypatch.setattr(Worker, "offload", watched)
+    monkeypatch.setattr(Worker, "offload", record_kept_bytes)
     _, step, whole, _ = make(PLANS["2x2"], tmp_path, steps=1)
     step(whole[0])
     assert held
@@ -147,10 +147,10 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch, tmp_path):
 
 def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on(tmp_path):
     trainings, step, whole, one = make(PLANS["2x2"], tmp_path, steps=1)
-    before = state(trainings)
+    before = collect_state(trainings)
     with pytest.raises(LossError, match="No weight was changed"):
         step({**whole[0], "images": whole[0]["images"] * float("nan")})
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state(trainings).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in collect_state(trainings).items())
     step(whole[0])
     one.step(whole[0])
     assert_alike(trainings, one)
@@ -158,18 +158,18 @@ def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on(tmp_path)
 
 def test_a_full_disk_is_said_and_changes_nothing(monkeypatch, tmp_path):
     trainings, step, whole, one = make(PLANS["2x2"], tmp_path, steps=1)
-    before, calls, reserve = state(trainings), [], os.posix_fallocate
+    before, calls, reserve = collect_state(trainings), [], os.posix_fallocate
 
-    def full(*arguments):
+    def reserve_or_fail(*arguments):
         calls.append(1)
         if len(calls) == 5:
             raise OSError(errno.ENOSPC, "No space left on device")
         return reserve(*arguments)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", reserve_or_fail)
     with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
         step(whole[0])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state(trainings).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in collect_state(trainings).items())
     step(whole[0])
     one.step(whole[0])
     assert_alike(trainings, one)
@@ -192,13 +192,13 @@ ONE_STAGE = (
 )
 
 
-def streaming(mpiexec, *flags):
+def run_streaming(mpiexec, *flags):
     return mpiexec(1, "-m", "mpi4dl_nb.engines", "bench", "streaming", *ONE_STAGE, "--iterations", 1, *flags)
 
 
 @pytest.mark.nightly
 def test_the_line_of_the_benchmark(mpiexec):
-    done = streaming(mpiexec, "--image-size", 96, "--num-layers", 3, "--dtype", "float64", "--memory-mb", 400)
+    done = run_streaming(mpiexec, "--image-size", 96, "--num-layers", 3, "--dtype", "float64", "--memory-mb", 400)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     assert line["grad_rel"] < 1e-10
@@ -209,7 +209,7 @@ def test_the_line_of_the_benchmark(mpiexec):
 
 @pytest.mark.nightly
 def test_a_bound_that_is_too_small_is_said(mpiexec):
-    done = streaming(mpiexec, "--image-size", 1024, "--memory-mb", 1)
+    done = run_streaming(mpiexec, "--image-size", 1024, "--memory-mb", 1)
     assert done.returncode == 1
     assert "1 MB are too little" in done.stderr
     assert "Use more tiles, or more memory." in done.stderr
