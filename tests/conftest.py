@@ -14,7 +14,7 @@ from hypothesis import settings
 from tests.browser.pages import chromium, lab, notebook  # noqa: F401
 from tests.checkpoint.stored import recipe, stored  # noqa: F401
 from tests.images.saved_files import files  # noqa: F401
-from tests.mpi import mpi_command, mpi_environment, run_launcher
+from tests.mpi import make_mpi_command, make_mpi_environment, run_launcher
 from tests.sampling import pytest_collection_modifyitems  # noqa: F401
 
 settings.register_profile("without time limits", deadline=None)  # a busy machine is no fault
@@ -24,8 +24,8 @@ settings.load_profile("without time limits")
 @pytest.fixture(scope="session")
 def mpiexec() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`mpiexec(ranks, *arguments)` runs `python -m mpi4py *arguments` on that many ranks."""
-    environment = mpi_environment()
-    return lambda ranks, *arguments: run_launcher(mpi_command(ranks, *arguments), environment)
+    environment = make_mpi_environment()
+    return lambda ranks, *arguments: run_launcher(make_mpi_command(ranks, *arguments), environment)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,7 @@ Same = Callable[[Tensor, Tensor], bool]
 close: Same = partial(torch.allclose, rtol=1e-12, atol=1e-12)
 
 
-def whole_numbers(*shape: int, seed: int = 0, low: int = -3, high: int = 3, step: int = 1) -> Tensor:
+def make_whole_numbers(*shape: int, seed: int = 0, low: int = -3, high: int = 3, step: int = 1) -> Tensor:
     """Multiples of `step` from low * step to high * step as float64, which add without rounding."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=random).double() * step
@@ -34,23 +34,23 @@ def whole_numbers(*shape: int, seed: int = 0, low: int = -3, high: int = 3, step
 def with_whole_weights(model: nn.Module, seed: int = 0) -> nn.Module:
     """The same model in float64, every parameter made of whole numbers."""
     for index, parameter in enumerate(model.double().parameters()):
-        parameter.data = whole_numbers(*parameter.shape, seed=seed + index)
+        parameter.data = make_whole_numbers(*parameter.shape, seed=seed + index)
     return model
 
 
-def weighted_sum(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_weighted_sum(prediction: Tensor, labels: Tensor) -> Tensor:
     """A loss that gives every output a gradient of its own."""
     return (prediction * labels).sum()
 
 
-def tiled(grid: object, fused: int = 0) -> Plan:
+def make_tiled_plan(grid: object, fused: int = 0) -> Plan:
     """One stage, spatial to the end, in float64; halos are exchanged for `fused` layers at once, if any."""
     halos = {"halo_d2": True, "fused_layers": fused} if fused else {}
     return Plan(split_size=1, spatial_size=1, slice_method=str(grid), precision="float64", **halos)
 
 
-def ready(
-    model: nn.Module, images: Tensor, labels: Tensor, plan: Plan, loss: Loss = weighted_sum
+def prepare_worker(
+    model: nn.Module, images: Tensor, labels: Tensor, plan: Plan, loss: Loss = compute_weighted_sum
 ) -> Callable[[LoopbackWorld], Worker]:
     """From a rank's world to its worker, at the start of a step that leads back to the images."""
     dtype = str(labels.dtype).removeprefix("torch.")
@@ -78,7 +78,7 @@ def finish(worker: Worker) -> Worker:
 
 
 def assert_exact(
-    model: nn.Module, images: Tensor, plan: Plan, labels: Tensor | None = None, loss: Loss = weighted_sum,
+    model: nn.Module, images: Tensor, plan: Plan, labels: Tensor | None = None, loss: Loss = compute_weighted_sum,
     same: Same = torch.equal,
 ) -> None:  # fmt: skip
     """Output, loss, gradients of image and weights, and buffers of every rank are those of one process."""
@@ -86,21 +86,21 @@ def assert_exact(
     with CounterRNGMode(seed=0):
         answer = oracle(pixels)
         output = next(iter(collect_from_prediction(answer).values()))
-        labels = whole_numbers(*output.shape, seed=1) if labels is None else labels
+        labels = make_whole_numbers(*output.shape, seed=1) if labels is None else labels
         value, _ = call_loss(loss, answer, labels)
     value.backward()
     owned = {f"{MODEL}{name}": tensor for name, tensor in oracle.state_dict(keep_vars=True).items()}
-    start = ready(model, images, labels, plan, loss)
+    start = prepare_worker(model, images, labels, plan, loss)
     for rank, worker in enumerate(run_ranks(plan.ranks, lambda world: finish(start(world)))):
         way, whose = worker.program.get_direction_program(0), f"rank {rank} of {plan.summary}"
         if "images" in way.input_shards:
-            theirs = _part(pixels.grad, way.input_shards["images"].tile)
+            theirs = _cut_part(pixels.grad, way.input_shards["images"].tile)
             assert same(worker.peek("images").grad, theirs), f"image gradient, {whose}"
         if way.loss:
             made, last = worker.peek(way.prediction), plan.grids[-1]
             tile = None if made.shape == output.shape else last.cut(*output.shape[-2:])[rank - plan.ranks]
             assert made.dtype == output.dtype, f"type of the output, {whose}"
-            assert same(made, _part(output, tile)), f"output, {whose}"
+            assert same(made, _cut_part(output, tile)), f"output, {whose}"
             assert same(worker.peek(way.loss), value), f"loss, {whose}"
         for name, weight in worker.weights.items():
             theirs = owned[name].grad
@@ -110,5 +110,5 @@ def assert_exact(
             assert same(worker.buffers[name], owned[name]), f"{name}, {whose}"
 
 
-def _part(whole: Tensor, tile: Tile | None) -> Tensor:
+def _cut_part(whole: Tensor, tile: Tile | None) -> Tensor:
     return whole if tile is None else whole[..., *tile.to_slices(Tile.whole(0, 0))]

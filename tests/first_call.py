@@ -24,7 +24,7 @@ print(int(not torch.equal(x.sqrt(), x.sqrt())))
 """
 
 
-def differs(kind: str) -> int:
+def compare_roots(kind: str) -> int:
     """1 where the two differed in a process of that kind."""
     program = [sys.executable, "-c", PROGRAM.format(module=KINDS[kind])]
     return int(subprocess.run(program, capture_output=True, text=True, check=True, timeout=300).stdout)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     flags.add_argument("--processes", type=int, default=100, help="of each kind")
     count = flags.parse_args(arguments).processes
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(differs, list(KINDS) * count))
+        found = list(pool.map(compare_roots, list(KINDS) * count))
     told = {kind: sum(found[index :: len(KINDS)]) for index, kind in enumerate(KINDS)}
     print(json.dumps({"processes": count, "differing": told}))
     return int(told["engines"] > 0)

@@ -32,13 +32,13 @@ from mpi4dl_nb.engines.predict.forecast import Forecast, forecast
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.search import generate_plans
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
-from tests.typical import typical
+from tests.typical import compute_typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4
 SIZES = (128, 192)
 
 
-def monai_resnet18() -> nn.Module:
+def make_monai_resnet18() -> nn.Module:
     """MONAI's, for ten classes."""
     from monai.networks.nets import resnet18
 
@@ -48,7 +48,7 @@ def monai_resnet18() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet20_v1": resnet20_v1,
     "UNet": partial(UNet, num_classes=3),
-    "monai_resnet18": monai_resnet18,
+    "monai_resnet18": make_monai_resnet18,
 }
 
 
@@ -82,7 +82,7 @@ class Case:
     def name(self) -> str:
         return f"{self.model} {self.size_px} px"
 
-    def tuning(self, cluster: Cluster | None) -> PlanTuner:
+    def make_tuner(self, cluster: Cluster | None) -> PlanTuner:
         return PlanTuner(MODELS[self.model](), (BATCH, 3, self.size_px, self.size_px), cluster)
 
     def to_json(self) -> dict[str, object]:
@@ -91,19 +91,19 @@ class Case:
 
     @classmethod
     def from_json(cls, kept: dict) -> Case:
-        rows = (Row(plan_of(row["plan"]), tuple(row["seconds"]), tuple(row["peak_bytes"])) for row in kept["rows"])
+        rows = (Row(make_plan(row["plan"]), tuple(row["seconds"]), tuple(row["peak_bytes"])) for row in kept["rows"])
         return cls(kept["model"], kept["size_px"], Machine.from_json(kept["machine"]), tuple(rows))
 
 
-def plan_of(fields: dict) -> Plan:
+def make_plan(fields: dict) -> Plan:
     return Plan(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
-def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
+def measure_case(model: str, size_px: int, ranks: int, rounds: int) -> Case:
     """All plans of a case, trained on ranks of their own; the machine is calibrated before, between and behind."""
     with Cluster(ranks) as cluster:
         case = Case(model, size_px, cluster.calibrate(again=True, quick=False))
-        tuning = case.tuning(cluster)
+        tuning = case.make_tuner(cluster)
         asked = [
             Candidate(forecast(tuning.traces.get_graph(plan), plan, case.machine))
             for plan in generate_plans(ranks, BATCH)
@@ -111,13 +111,13 @@ def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
         machines, rows = [case.machine], [Row(each.plan) for each in asked]
         for turn in range(rounds):
             mixed = Random(turn).sample(asked, len(asked))  # plans alike share no busy minute of the host
-            found = {row.plan: row for row in _round(tuning, mixed, turn == rounds - 1)}
+            found = {row.plan: row for row in _measure_round(tuning, mixed, turn == rounds - 1)}
             rows = [row + found[row.plan] for row in rows]
             machines.append(cluster.calibrate(again=True, quick=False))
-        return replace(case, machine=typical(machines), rows=tuple(rows))
+        return replace(case, machine=compute_typical(machines), rows=tuple(rows))
 
 
-def _round(tuning: PlanTuner, asked: Sequence[Candidate], last: bool) -> Iterator[Row]:
+def _measure_round(tuning: PlanTuner, asked: Sequence[Candidate], last: bool) -> Iterator[Row]:
     """Some steps of each plan, of which a few at a time are in memory; bytes are counted in the last round."""
     for first in range(0, len(asked), GROUP):
         found = tuning.measure(asked[first : first + GROUP], STEPS, count_bytes=last)
@@ -127,16 +127,16 @@ def _round(tuning: PlanTuner, asked: Sequence[Candidate], last: bool) -> Iterato
             yield Row(each.plan, each.measured.seconds, each.measured.peak_bytes)
 
 
-def predicted(case: Case) -> Iterator[tuple[Row, Forecast]]:
+def predict_rows(case: Case) -> Iterator[tuple[Row, Forecast]]:
     """The rows, each with its prediction."""
-    tuning = case.tuning(None)
+    tuning = case.make_tuner(None)
     for row in case.rows:
         yield row, forecast(tuning.traces.get_graph(row.plan), row.plan, case.machine)
 
 
-def told(case: Case) -> Iterator[dict[str, object]]:
+def report_case(case: Case) -> Iterator[dict[str, object]]:
     """A line for each plan, and one for all of them."""
-    pairs = list(predicted(case))
+    pairs = list(predict_rows(case))
     for row, found in pairs:
         yield {
             "case": case.name,
@@ -145,52 +145,60 @@ def told(case: Case) -> Iterator[dict[str, object]]:
             "measured_s": round(row.median_s, 4),
             "spread": round((max(row.seconds) - min(row.seconds)) / row.median_s, 2),
             "time_ratio": round(found.seconds / row.median_s, 3),
-            "memory_ratio": [round(p / m, 3) for p, m in _bytes(row, found)],
+            "memory_ratio": [round(p / m, 3) for p, m in _pair_bytes(row, found)],
         }
-    yield {"case": case.name, "plans": len(pairs), **_memory(pairs), **_time(pairs), **_choice(pairs)}
+    yield {
+        "case": case.name,
+        "plans": len(pairs),
+        **_score_memory(pairs),
+        **_score_times(pairs),
+        **_score_choice(pairs),
+    }
 
 
 Pairs = Sequence[tuple[Row, Forecast]]
 
 
-def _bytes(row: Row, found: Forecast) -> list[tuple[int, int]]:
+def _pair_bytes(row: Row, found: Forecast) -> list[tuple[int, int]]:
     return [(memory.peak_bytes, row.peak_bytes[memory.rank]) for memory in found.memory]
 
 
-def _memory(pairs: Pairs) -> dict[str, float]:
-    errors = [abs(p / m - 1) for row, found in pairs for p, m in _bytes(row, found)]
+def _score_memory(pairs: Pairs) -> dict[str, float]:
+    errors = [abs(p / m - 1) for row, found in pairs for p, m in _pair_bytes(row, found)]
     return {"memory_median": round(statistics.median(errors), 4), "memory_worst": round(max(errors), 4)}
 
 
-def _time(pairs: Pairs) -> dict[str, float]:
+def _score_times(pairs: Pairs) -> dict[str, float]:
     """How far off predictions are, how alike their order is to the measured one, and that one's halves.
 
     `kendall_tau_where_sure` is of those pairs of plans alone that both halves of the measurements order alike.
     """
     errors = [abs(found.seconds / row.median_s - 1) for row, found in pairs]
     predicted_s = [found.seconds for _, found in pairs]
-    first_s, second_s = ([statistics.median(half(row.seconds)) for row, _ in pairs] for half in (_first, _second))
+    first_s, second_s = (
+        [statistics.median(half(row.seconds)) for row, _ in pairs] for half in (_get_first_half, _get_second_half)
+    )
     return {
         "time_median": round(statistics.median(errors), 4),
         "time_worst": round(max(errors), 4),
-        "kendall_tau": _tau(predicted_s, [row.median_s for row, _ in pairs]),
-        "kendall_tau_of_halves": _tau(first_s, second_s),
-        "kendall_tau_where_sure": _tau_where_sure(predicted_s, first_s, second_s),
+        "kendall_tau": _compute_tau(predicted_s, [row.median_s for row, _ in pairs]),
+        "kendall_tau_of_halves": _compute_tau(first_s, second_s),
+        "kendall_tau_where_sure": _compute_tau_where_sure(predicted_s, first_s, second_s),
     }
 
 
-def _first(seconds: Sequence[float]) -> Sequence[float]:
+def _get_first_half(seconds: Sequence[float]) -> Sequence[float]:
     return seconds[: len(seconds) // 2]
 
 
-def _second(seconds: Sequence[float]) -> Sequence[float]:
+def _get_second_half(seconds: Sequence[float]) -> Sequence[float]:
     return seconds[len(seconds) // 2 :]
 
 
-def _tau_where_sure(ours: Sequence[float], *theirs: Sequence[float]) -> float:
+def _compute_tau_where_sure(ours: Sequence[float], *theirs: Sequence[float]) -> float:
     """Of the pairs in whose order all of `theirs` agree.
 
-    >>> _tau_where_sure([1, 2, 3], [1, 2, 3], [1, 3, 2])
+    >>> _compute_tau_where_sure([1, 2, 3], [1, 2, 3], [1, 3, 2])
     1.0
     """
     plans = list(zip(ours, *theirs, strict=True))
@@ -199,11 +207,11 @@ def _tau_where_sure(ours: Sequence[float], *theirs: Sequence[float]) -> float:
     return round(2 * statistics.fmean(right) - 1, 3)
 
 
-def _tau(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _compute_tau(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return round(float(kendalltau(ours, theirs).statistic), 3)
 
 
-def _choice(pairs: Pairs) -> dict[str, object]:
+def _score_choice(pairs: Pairs) -> dict[str, object]:
     """How much slower than the best of all plans the first one by prediction is, and the best that `tune` measures."""
     rates = {row.plan: found.images / row.median_s for row, found in pairs}
     best = max(rates.values())
@@ -227,12 +235,12 @@ def main(arguments: Sequence[str]) -> int:
     cases = [Case.from_json(json.loads(line)) for line in chosen.again.read_text().splitlines()] if chosen.again else []
     for model in () if chosen.again else chosen.models:
         for size in chosen.sizes:
-            cases.append(measured(model, size, chosen.ranks, chosen.rounds))
+            cases.append(measure_case(model, size, chosen.ranks, chosen.rounds))
             if chosen.save:
                 with chosen.save.open("a") as file:
                     file.write(json.dumps(cases[-1].to_json()) + "\n")
     for case in cases:
-        for line in told(case):
+        for line in report_case(case):
             print(json.dumps(line), flush=True)
     return 0
 

@@ -35,23 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     crops = StainCrops(immunohistochemistry(), chosen.crop_px, chosen.crops, seed=0)
     batches = list(crops.iterate_batches(chosen.batch_size))
     found = {
-        precision: [_final_loss(precision, seed, batches, chosen.steps) for seed in range(chosen.seeds)]
+        precision: [_compute_final_loss(precision, seed, batches, chosen.steps) for seed in range(chosen.seeds)]
         for precision in PRECISIONS
     }
     usual, mean = found["float32"], statistics.fmean(found["bfloat16"])
     print(json.dumps({"steps": chosen.steps, **found, "within_spread": min(usual) <= mean <= max(usual)}), flush=True)
 
 
-def _final_loss(precision: str, seed: int, batches: Sequence[Batch], steps: int) -> float:
+def _compute_final_loss(precision: str, seed: int, batches: Sequence[Batch], steps: int) -> float:
     torch.manual_seed(seed)
     plan = Plan(split_size=1, slice_method="2x2", precision=precision)
     shape, adam = tuple(batches[0][0].shape), partial(torch.optim.Adam, lr=1e-3)
     recipe = prepare(resnet20_v1(num_classes=2), plan, shape, optimiser=adam, device="cpu")
-    losses, *_ = run_ranks(plan.ranks, lambda world: _losses(world, recipe, batches, steps))
+    losses, *_ = run_ranks(plan.ranks, lambda world: _compute_losses(world, recipe, batches, steps))
     return round(statistics.fmean(losses[-len(batches) :]), 5)
 
 
-def _losses(world: LoopbackWorld, recipe: Recipe, batches: Sequence[Batch], steps: int) -> list[float]:
+def _compute_losses(world: LoopbackWorld, recipe: Recipe, batches: Sequence[Batch], steps: int) -> list[float]:
     training, losses = RankTraining(world, recipe), []
     for step in range(steps):
         images, labels = batches[step % len(batches)]

@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.train.verify import verify
 from tests.stock import LOSSES
 
 
-def judged(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recipe]:
+def prepare_with_monai_loss(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recipe]:
     """The model, the loss, and what every rank has to know."""
     from monai import losses
 
@@ -32,7 +32,7 @@ def judged(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recip
 def main(arguments: Sequence[str]) -> int:
     """One line of JSON, as `verify` writes it."""
     warnings.simplefilter("ignore")
-    model, loss, recipe = judged(*arguments[:1], arguments[1:])
+    model, loss, recipe = prepare_with_monai_loss(*arguments[:1], arguments[1:])
     world = MpiWorld()
     line = verify(world, recipe, model, loss, seed=0)
     if world.rank == 0:

@@ -27,7 +27,7 @@ from mpi4dl_nb.engines.images.mask_file import MaskFile
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.models import UNet
-from tests.mpi import mpi_command, mpi_environment
+from tests.mpi import make_mpi_command, make_mpi_environment
 
 RANKS, LEVELS, TILE, REGION, MARGIN, REGIONS = 4, 4, 512, 1024, 64, 10
 CLASSES = 3
@@ -35,7 +35,7 @@ STEADY = 50
 ARGUMENTS = {"width": 2, "depth": 1}
 
 
-def tissue(height: int, width: int, shrink: int) -> Iterator[np.ndarray]:
+def generate_tiles(height: int, width: int, shrink: int) -> Iterator[np.ndarray]:
     """The tiles of one level, no two of them the same."""
     small = immunohistochemistry()[:TILE:shrink, :TILE:shrink]
     tile = np.tile(small, (shrink, shrink, 1))[:TILE, :TILE]
@@ -52,17 +52,17 @@ def make_slide(path: Path, height: int, width: int) -> None:
         for level in range(LEVELS + 1):
             shape = (-(-height // 2**level), -(-width // 2**level), 3)
             file.write(
-                tissue(*shape[:2], 2**level), shape=shape, dtype=np.uint8, tile=(TILE, TILE), photometric="rgb",
+                generate_tiles(*shape[:2], 2**level), shape=shape, dtype=np.uint8, tile=(TILE, TILE), photometric="rgb",
                 compression="jpeg", metadata=None, maxworkers=1,
                 subifds=0 if level else LEVELS, subfiletype=int(level > 0),
             )  # fmt: skip
 
 
-def segmenter(path: Path) -> nn.Module:
+def make_segmenter(path: Path) -> nn.Module:
     """A small U-Net that finds pixels of each class in the tissue; its weights lie in `path`."""
     torch.manual_seed(0)
     model = UNet(num_classes=CLASSES, **ARGUMENTS)
-    pixels = to_network_input(next(tissue(TILE, TILE, 1)))[None]
+    pixels = to_network_input(next(generate_tiles(TILE, TILE, 1)))[None]
     with torch.no_grad():
         for _ in range(STEADY):  # batch norms learn what tissue is like
             scores = model(pixels)
@@ -73,12 +73,12 @@ def segmenter(path: Path) -> nn.Module:
     return model.eval()
 
 
-def compared(model: nn.Module, slide: Picture, answer: MaskFile) -> tuple[int, np.ndarray]:
+def compare_regions(model: nn.Module, slide: Picture, answer: MaskFile) -> tuple[int, np.ndarray]:
     """Of some regions, corners among them: pixels of which one process says another class, and pixels of each class."""
     height, width = slide.shape()
     places = np.random.default_rng(7).integers((0, 0), (height - REGION, width - REGION), (REGIONS - 2, 2))
     starts = [(0, 0), (height - REGION, width - REGION), *((int(y), int(x)) for y, x in places // 4 * 4)]
-    pairs = [(_classes(model, slide, *start), answer.read(_cut(*start))) for start in starts]
+    pairs = [(_predict_classes(model, slide, *start), answer.read(_cut(*start))) for start in starts]
     different = sum(int((plain != told).sum()) for plain, told in pairs)
     return different, sum(np.bincount(plain.ravel(), minlength=CLASSES) for plain, _ in pairs)
 
@@ -87,7 +87,7 @@ def _cut(y: int, x: int) -> Tile:
     return Tile(Span(y, y + REGION), Span(x, x + REGION))
 
 
-def _classes(model: nn.Module, slide: Picture, y: int, x: int) -> np.ndarray:
+def _predict_classes(model: nn.Module, slide: Picture, y: int, x: int) -> np.ndarray:
     """Of one region, by one process; the model sees a margin around it, as far as the slide goes."""
     (y0, y1), (x0, x1) = (
         (max(0, start - MARGIN), min(size, start + REGION + MARGIN))
@@ -105,15 +105,15 @@ def main(arguments: Sequence[str]) -> int:
     chosen = flags.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         weights, slide, answer = (Path(scratch, name) for name in ("unet.safetensors", "slide.tif", "classes.tif"))
-        model = segmenter(weights)
+        model = make_segmenter(weights)
         make_slide(slide, chosen.side_px - MARGIN, chosen.side_px)
         command = ["-m", "mpi4dl_nb.engines", "predict", "--model", "mpi4dl_nb:UNet", "--num-classes", CLASSES]
         command += ["--activation", "softmax"]
         command += ["--model-args", json.dumps(ARGUMENTS), "--weights", weights, "--image", slide, "--to", answer]
-        command = mpi_command(RANKS, *command, "--memory-mb", chosen.memory_mb)
-        told = subprocess.run(command, env=mpi_environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
+        command = make_mpi_command(RANKS, *command, "--memory-mb", chosen.memory_mb)
+        told = subprocess.run(command, env=make_mpi_environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
         line = json.loads(told.splitlines()[-1])
-        different, of_class = compared(model, open_image(slide), MaskFile(answer, CLASSES))
+        different, of_class = compare_regions(model, open_image(slide), MaskFile(answer, CLASSES))
     within = max(line["peak_bytes"]) <= chosen.memory_mb * 2**20
     print(json.dumps({**line, "px_of_class": of_class.tolist(), "different_px": different, "within": within}))
     return 0 if within and not different else 1

@@ -63,7 +63,7 @@ def measure_moves(browser: Any, view: Any, selector: str, kinds: Sequence[str]) 
     harness.page.context.close()
 
 
-def slicer(browser: Any) -> Iterator[tuple[str, Line]]:
+def measure_slicer(browser: Any) -> Iterator[tuple[str, Line]]:
     """A region of 2,967 x 2,220 px, a pyramid of 100,000 px a side, and the layers of a ResNet-62."""
     tissue = np.tile(immunohistochemistry(), (6, 5, 1))[:2967, :2220]
     moves = ("hover", "drag", "zoom")
@@ -76,7 +76,7 @@ def slicer(browser: Any) -> Iterator[tuple[str, Line]]:
         yield f"slicer, {len(deep.points)} layers: scrub", line
 
 
-def timeline(browser: Any) -> Iterator[tuple[str, Line]]:
+def measure_timeline(browser: Any) -> Iterator[tuple[str, Line]]:
     """A step of ResNet-110 in 16 micro-batches on 5 ranks, as predicted."""
     plan = Plan(split_size=2, num_spatial_parts=4, parts=16)
     made = TimelineView(forecast(resnet110_v2(), plan, (16, 3, 256, 256), "Summit").timeline, plan)
@@ -85,7 +85,7 @@ def timeline(browser: Any) -> Iterator[tuple[str, Line]]:
         yield f"timeline, {count}: {kind}", line
 
 
-def configurator(browser: Any) -> Iterator[tuple[str, Line]]:
+def measure_configurator(browser: Any) -> Iterator[tuple[str, Line]]:
     """From a knob to the counts on the page."""
     unet = UNet(2, 3, 2, (16, 32, 64, 128), (2, 2, 2), num_res_units=2)
     cases = (
@@ -98,7 +98,7 @@ def configurator(browser: Any) -> Iterator[tuple[str, Line]]:
         harness = PageHarness(browser, made.view)
         harness.advance(5)
         found = [time_counts(harness, key) for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowLeft") * 3]
-        yield f"configurator, {what}: knob to counts", summarise(found)
+        yield f"configurator, {what}: knob to counts", make_line(found)
         harness.page.context.close()
 
 
@@ -119,7 +119,7 @@ def time_counts(harness: PageHarness, key: str) -> float:
     return harness.page.evaluate("() => window.shown - window.begun")
 
 
-def stepper(browser: Any) -> Iterator[tuple[str, Line]]:
+def measure_stepper(browser: Any) -> Iterator[tuple[str, Line]]:
     """From the key of an instruction to its picture, on 5 ranks; then the film of a halo exchange."""
     with Cluster(TILES.ranks, backend="loopback") as cluster:
         images = torch.randn(2, 3, 64, 64)
@@ -127,7 +127,7 @@ def stepper(browser: Any) -> Iterator[tuple[str, Line]]:
         made = Stepper(training, images, torch.tensor([3, 7]))
         harness = PageHarness(browser, made.view, reduced_motion="reduce")
         harness.advance(5)
-        yield "stepper, 5 ranks: instruction", summarise([time_instruction(harness) for _ in range(12)])
+        yield "stepper, 5 ranks: instruction", make_line([time_instruction(harness) for _ in range(12)])
         made.close()
         harness.page.context.close()
 
@@ -152,7 +152,7 @@ def wait_until(harness: PageHarness, condition: str) -> None:
         harness.advance(1)
 
 
-def summarise(milliseconds: Sequence[float]) -> Line:
+def make_line(milliseconds: Sequence[float]) -> Line:
     return {
         "answer_ms": round(statistics.median(milliseconds), 1),
         "slowest_ms": round(max(milliseconds), 1),
@@ -161,10 +161,10 @@ def summarise(milliseconds: Sequence[float]) -> Line:
 
 
 STUDIES: dict[str, Callable[[Any], Iterator[tuple[str, Line]]]] = {
-    "slicer": slicer,
-    "timeline": timeline,
-    "configurator": configurator,
-    "stepper": stepper,
+    "slicer": measure_slicer,
+    "timeline": measure_timeline,
+    "configurator": measure_configurator,
+    "stepper": measure_stepper,
 }
 
 

@@ -20,7 +20,7 @@ def has_begun(errors: str) -> bool:
     return "listener thread failed to start" not in errors
 
 
-def mpi_command(ranks: int, *arguments: object) -> list[str]:
+def make_mpi_command(ranks: int, *arguments: object) -> list[str]:
     """`python -m mpi4py *arguments` on that many ranks."""
     program = Path(sys.prefix, "bin", "mpiexec")
     return [
@@ -28,7 +28,7 @@ def mpi_command(ranks: int, *arguments: object) -> list[str]:
     ]
 
 
-def mpi_environment() -> dict[str, str]:
+def make_mpi_environment() -> dict[str, str]:
     """More ranks than cores, one thread each; the ranks can import `tests`."""
     found = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
     found |= {"GOMP_SPINCOUNT": "100000", "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONFAULTHANDLER": "1"}
@@ -48,7 +48,7 @@ def run_launcher(command: Sequence[str], environment: Mapping[str, str]) -> subp
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as launcher:
             try:
-                done = _ended(launcher)
+                done = _wait_for_end(launcher)
                 if has_begun(done.stderr) or number == TRIES:
                     return done
             except _StuckError:
@@ -62,28 +62,28 @@ class _StuckError(Exception):
     """The launcher has had no ranks for a while."""
 
 
-def _ended(launcher: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def _wait_for_end(launcher: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     childless = 0
     for _ in range(_LOOKS):
         try:
             out, errors = launcher.communicate(timeout=_LOOK_S)
             return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, errors)
         except subprocess.TimeoutExpired:
-            childless = 0 if _ranks(launcher) else childless + 1
+            childless = 0 if _list_ranks(launcher) else childless + 1
         if childless == _CHILDLESS:
             raise _StuckError
-    raise TimeoutError(f"Its ranks went on for {_LOOKS * _LOOK_S:.0f} s. {_told(launcher)}")
+    raise TimeoutError(f"Its ranks went on for {_LOOKS * _LOOK_S:.0f} s. {_read_stacks(launcher)}")
 
 
-def _ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+def _list_ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     """Those that live: one that has ended is a zombie while the launcher does not ask."""
     children = psutil.Process(launcher.pid).children()
     return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def _told(launcher: subprocess.Popen[str]) -> str:
+def _read_stacks(launcher: subprocess.Popen[str]) -> str:
     """Where the ranks are, which end by that."""
-    for rank in _ranks(launcher):
+    for rank in _list_ranks(launcher):
         rank.send_signal(signal.SIGABRT)
     try:
         return "".join(launcher.communicate(timeout=_LOOK_S))

@@ -46,19 +46,19 @@ Host {name}
 """
 
 
-def why_not() -> str:
+def find_obstacle() -> str:
     """Why there can be no such hosts here, in a sentence; empty where there can."""
     if sys.platform != "linux" or os.geteuid():
         return "network namespaces need root on Linux"
     if missing := [name for name in ("ip", "unshare", "mount", "ssh", "ssh-keygen") if not shutil.which(name)]:
         return f"there is no {missing[0]} (Debian: apt-get install iproute2 util-linux openssh-client)"
-    if not _sshd():
+    if not _find_sshd():
         return "there is no sshd (Debian: apt-get install openssh-server)"
     tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else "this container may make no namespaces"
 
 
-def _sshd() -> str | None:
+def _find_sshd() -> str | None:
     """It insists on being started by its whole path."""
     return shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 
@@ -78,47 +78,47 @@ class Namespaces:
         """For MPI4DL_NB_SSH."""
         return f"ssh -F {self.home}/ssh_config"
 
-    def address(self, name: str) -> str:
+    def get_address(self, name: str) -> str:
         """Of a host."""
         return f"{self.net}.{self.names.index(name) + 1}"
 
-    def space(self, name: str) -> str:
+    def get_space(self, name: str) -> str:
         """Its network namespace."""
         return f"{self.tag}-{self.names.index(name) + 1}"
 
     def build(self) -> None:
         """Bridge, cables, hosts and their ssh servers. Raises RuntimeError if they do not come up."""
-        _ip("link", "add", f"{self.tag}b", "type", "bridge")
-        _ip("addr", "add", f"{self.net}.254/24", "dev", f"{self.tag}b")
-        _ip("link", "set", f"{self.tag}b", "up")
-        self._key("key")
+        _run_ip("link", "add", f"{self.tag}b", "type", "bridge")
+        _run_ip("addr", "add", f"{self.net}.254/24", "dev", f"{self.tag}b")
+        _run_ip("link", "set", f"{self.tag}b", "up")
+        self._make_key("key")
         for name in self.names:
-            self._plug_in(name)
+            self._connect_host(name)
             self._serve(name)
         deadline = time.monotonic() + _UP_S
         for name in self.names:
-            while not _answers(self.address(name)):
+            while not _is_answering(self.get_address(name)):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"sshd of {name}: {(self.home / f'sshd_{name}.log').read_text()}")
                 time.sleep(0.05)
 
-    def _plug_in(self, name: str) -> None:
-        space, cable = self.space(name), f"{self.tag}v{self.names.index(name) + 1}"
-        _ip("netns", "add", space)
-        _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-        _ip("link", "set", cable, "master", f"{self.tag}b", "up")
-        _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
-        _ip("-n", space, "link", "set", "lo", "up")
-        self.link(name, up=True)
+    def _connect_host(self, name: str) -> None:
+        space, cable = self.get_space(name), f"{self.tag}v{self.names.index(name) + 1}"
+        _run_ip("netns", "add", space)
+        _run_ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _run_ip("link", "set", cable, "master", f"{self.tag}b", "up")
+        _run_ip("-n", space, "addr", "add", f"{self.get_address(name)}/24", "dev", "eth0")
+        _run_ip("-n", space, "link", "set", "lo", "up")
+        self.set_link(name, up=True)
 
-    def _key(self, file: str) -> str:
+    def _make_key(self, file: str) -> str:
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.home / file))
         return " ".join((self.home / f"{file}.pub").read_text().split()[:2])
 
     def _serve(self, name: str) -> None:
         """Its own /tmp and /dev/shm, where the project does not lie there: hosts share no such folder."""
-        facts = {"name": name, "address": self.address(name), "port": _PORT, "home": self.home}
-        public = self._key(f"host_key_{name}")
+        facts = {"name": name, "address": self.get_address(name), "port": _PORT, "home": self.home}
+        public = self._make_key(f"host_key_{name}")
         with (self.home / "known_hosts").open("a") as known:
             known.write(f"[{facts['address']}]:{_PORT} {public}\n")
         with (self.home / "ssh_config").open("a") as client:
@@ -128,21 +128,21 @@ class Namespaces:
         shared = {str(self.home), str(ROOT), sys.prefix, str(Path.cwd())}
         own = [folder for folder in ("/tmp", "/dev/shm") if not any(each.startswith(f"{folder}/") for each in shared)]
         steps = [f"hostname {name}", *(f"mount -t tmpfs tmpfs {folder}" for folder in (*own, "/run"))]
-        script = " && ".join([*steps, "mkdir -p /run/sshd", f"exec {_sshd()} -D -e -f {settings}"])
-        command = ["ip", "netns", "exec", self.space(name), "unshare", "--uts", "--mount", "sh", "-c", script]
+        script = " && ".join([*steps, "mkdir -p /run/sshd", f"exec {_find_sshd()} -D -e -f {settings}"])
+        command = ["ip", "netns", "exec", self.get_space(name), "unshare", "--uts", "--mount", "sh", "-c", script]
         with (self.home / f"sshd_{name}.log").open("wb") as log:
             self._servers.append(
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             )
 
-    def link(self, name: str, up: bool) -> None:
+    def set_link(self, name: str, up: bool) -> None:
         """Plug its cable in, or pull it."""
-        _ip("-n", self.space(name), "link", "set", "eth0", "up" if up else "down")
+        _run_ip("-n", self.get_space(name), "link", "set", "eth0", "up" if up else "down")
 
-    def processes(self, name: str) -> list[psutil.Process]:
+    def list_processes(self, name: str) -> list[psutil.Process]:
         """What runs there, its ssh server aside."""
         found = []
-        for pid in _pids(self.space(name)):
+        for pid in _list_pids(self.get_space(name)):
             with suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE and "sshd" not in process.name():
@@ -158,9 +158,9 @@ class Namespaces:
 
 
 @contextmanager
-def namespaces(count: int) -> Iterator[Namespaces]:
+def open_namespaces(count: int) -> Iterator[Namespaces]:
     """So many hosts while it lasts; this process and those that it starts reach them by ssh meanwhile."""
-    for tag in _left_behind():
+    for tag in _list_tags_left():
         _remove(tag)
     hosts, before = Namespaces(count), os.environ.get("MPI4DL_NB_SSH")
     try:
@@ -176,33 +176,33 @@ def namespaces(count: int) -> Iterator[Namespaces]:
 
 def _free_network() -> str:
     """Of this machine's networks none begins so."""
-    taken = _ip("-o", "addr")
+    taken = _run_ip("-o", "addr")
     return next(net for third in range(7, 250) if f" {(net := f'10.213.{third}')}." not in taken)
 
 
-def _left_behind() -> set[str]:
+def _list_tags_left() -> set[str]:
     """Tags of runs that were killed before they could tidy up."""
-    known = re.findall(rf"\b({_PREFIX}(\d+))(?:-\d+|v\d+|b)\b", _ip("netns", "list") + _ip("-o", "link"))
+    known = re.findall(rf"\b({_PREFIX}(\d+))(?:-\d+|v\d+|b)\b", _run_ip("netns", "list") + _run_ip("-o", "link"))
     return {tag for tag, pid in known if not psutil.pid_exists(int(pid))}
 
 
 def _remove(tag: str) -> None:
-    for link in re.findall(rf"\b({tag}(?:v\d+|b))[@:]", _ip("-o", "link")):
-        _ip("link", "del", link)
-    for space in re.findall(rf"^{tag}-\d+", _ip("netns", "list"), re.MULTILINE):
-        for pid in _pids(space):
+    for link in re.findall(rf"\b({tag}(?:v\d+|b))[@:]", _run_ip("-o", "link")):
+        _run_ip("link", "del", link)
+    for space in re.findall(rf"^{tag}-\d+", _run_ip("netns", "list"), re.MULTILINE):
+        for pid in _list_pids(space):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _ip("netns", "del", space)
+        _run_ip("netns", "del", space)
     for folder in _HOMES.glob(f"{tag}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _pids(space: str) -> list[int]:
-    return [int(pid) for pid in _ip("netns", "pids", space).split()]
+def _list_pids(space: str) -> list[int]:
+    return [int(pid) for pid in _run_ip("netns", "pids", space).split()]
 
 
-def _answers(address: str) -> bool:
+def _is_answering(address: str) -> bool:
     try:
         socket.create_connection((address, _PORT), 1).close()
     except OSError:
@@ -210,7 +210,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _ip(*words: str) -> str:
+def _run_ip(*words: str) -> str:
     return _run("ip", *words)
 
 

@@ -41,20 +41,20 @@ ALONE = Plan(split_size=1, spatial_size=0)
 Sides = tuple[LabelledImages, LabelledImages]
 
 
-def data() -> Path | None:
+def find_data() -> Path | None:
     """The folder of real images, where there is one."""
     folder = Path(os.environ.get("MPI4DL_NB_DATA", ROOT.parent / "shared" / "data"))
     return folder if folder.is_dir() else None
 
 
-def brecahad(folder: Path, tables: Path, size: tuple[int, int] = SIZE, seed: int = 0) -> Sides:
+def make_brecahad(folder: Path, tables: Path, size: tuple[int, int] = SIZE, seed: int = 0) -> Sides:
     """18 pictures with masks of nuclei to train on, and 6 to judge by, parted by picture."""
     table = tables / "brecahad.csv"
     write_masks_table(folder / "brecahad" / "images", folder / "brecahad" / "masks", table)
     return table_images(table, size, threshold=127, fit="crop", within=folder).split(0.25, seed)
 
 
-def bccd(folder: Path, tables: Path, size_px: int = CROP) -> Sides:
+def make_bccd(folder: Path, tables: Path, size_px: int = CROP) -> Sides:
     """Crops of blood cells of 3 kinds, one of a kind and picture, from the official lists `trainval` and `test`."""
     for chosen in ("trainval", "test"):
         write_boxes_table(folder / "bccd" / "BCCD", chosen, tables / f"{chosen}.csv", CROP, most=1)
@@ -65,7 +65,7 @@ def bccd(folder: Path, tables: Path, size_px: int = CROP) -> Sides:
     return train, judge
 
 
-def nuclei_loss(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_nuclei_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy and 1 - Dice of the nuclei, which are a small part of the pixels."""
     share = torch.softmax(prediction, 1)[:, 1]
     true = (labels == 1).to(share.dtype)
@@ -73,12 +73,12 @@ def nuclei_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(prediction, labels) + 1 - dice
 
 
-def segmenter(seed: int, width: int = 4) -> nn.Module:
+def make_segmenter(seed: int, width: int = 4) -> nn.Module:
     torch.manual_seed(seed)
     return UNet(num_classes=2, width=width, depth=3)
 
 
-def classifier(seed: int) -> nn.Module:
+def make_classifier(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return resnet20_v1(num_classes=3)
 
@@ -86,27 +86,33 @@ def classifier(seed: int) -> nn.Module:
 def train_brecahad(
     cluster: Cluster, folder: Path, tables: Path, seed: int, epochs: int, width: int
 ) -> dict[str, object]:
-    train, judge = brecahad(folder, tables, seed=seed)
+    train, judge = make_brecahad(folder, tables, seed=seed)
     adam = partial(torch.optim.Adam, lr=3e-3)
     falls = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=5e-3, total_steps=epochs * len(train))
-    training = Training(segmenter(seed, width), TILES, cluster, (1, 3, *SIZE), nuclei_loss, adam, scheduler=falls)
+    training = Training(
+        make_segmenter(seed, width), TILES, cluster, (1, 3, *SIZE), compute_nuclei_loss, adam, scheduler=falls
+    )
     history = training.fit(train, epochs, False, held_out=judge, seed=seed, log=tables / f"brecahad{seed}.jsonl")
     training.close()
-    return {**_line(history), "baseline_all_nuclei_dice": _everything(judge), "baseline_dark_dice": _dark(train, judge)}
+    return {
+        **_make_line(history),
+        "baseline_all_nuclei_dice": _score_everything(judge),
+        "baseline_dark_dice": _score_dark(train, judge),
+    }
 
 
 def train_bccd(cluster: Cluster, folder: Path, tables: Path, seed: int, epochs: int, _: int) -> dict[str, object]:
-    train, judge = bccd(folder, tables, 48)
+    train, judge = make_bccd(folder, tables, 48)
     adam = partial(torch.optim.Adam, lr=2e-3)
-    training = Training(classifier(seed), MIXED, cluster, (16, 3, 48, 48), optimiser=adam)
+    training = Training(make_classifier(seed), MIXED, cluster, (16, 3, 48, 48), optimiser=adam)
     history = training.fit(train, epochs, False, held_out=judge, seed=seed, log=tables / f"bccd{seed}.jsonl")
     training.close()
     classes = [np.bincount([each.label(i) for i in range(len(each))], minlength=3) for each in (train, judge)]
     most = int(classes[1][classes[0].argmax()])
-    return {**_line(history), "baseline_most_frequent_accuracy": most / len(judge), "judged": len(judge)}
+    return {**_make_line(history), "baseline_most_frequent_accuracy": most / len(judge), "judged": len(judge)}
 
 
-def _line(history: History) -> dict[str, object]:
+def _make_line(history: History) -> dict[str, object]:
     last = history.epochs[-1].record
     dice = [epoch.record["held_out_dice"] for epoch in history.epochs]
     accuracy = [round(epoch.record["held_out_accuracy"], 4) for epoch in history.epochs]
@@ -114,30 +120,30 @@ def _line(history: History) -> dict[str, object]:
     return {**last, **each}
 
 
-def _everything(images: LabelledImages) -> float | None:
+def _score_everything(images: LabelledImages) -> float | None:
     """Dice of calling every pixel a nucleus."""
     counted = [
-        count_predictions(torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).expand(1, 2, *SIZE), _mask(images, i))
+        count_predictions(torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).expand(1, 2, *SIZE), _get_mask(images, i))
         for i in _all(images)
     ]
     return sum(counted[1:], counted[0]).dice
 
 
-def _dark(train: LabelledImages, judge: LabelledImages) -> float | None:
+def _score_dark(train: LabelledImages, judge: LabelledImages) -> float | None:
     """Dice of calling dark pixels nuclei, as dark as is best for the images that are trained on."""
 
-    def dice(images: LabelledImages, limit: float) -> float:
+    def compute_dice(images: LabelledImages, limit: float) -> float:
         whole = Tile.whole(*SIZE)
         counted = []
         for i in _all(images):
             red = images.part(i, whole)[0]
-            counted.append(count_predictions(torch.stack([red - limit, limit - red])[None], _mask(images, i)))
+            counted.append(count_predictions(torch.stack([red - limit, limit - red])[None], _get_mask(images, i)))
         return sum(counted[1:], counted[0]).dice or 0.0
 
-    return dice(judge, max(np.linspace(-0.8, 0.6, 8), key=partial(dice, train)))
+    return compute_dice(judge, max(np.linspace(-0.8, 0.6, 8), key=partial(compute_dice, train)))
 
 
-def _mask(images: LabelledImages, index: int) -> Tensor:
+def _get_mask(images: LabelledImages, index: int) -> Tensor:
     return images.mask(index, Tile.whole(*SIZE))[None]
 
 
@@ -145,14 +151,14 @@ def _all(images: LabelledImages) -> range:
     return range(len(images))
 
 
-def same(folder: Path, tables: Path, steps: int = 3) -> dict[str, object]:
+def compare_losses(folder: Path, tables: Path, steps: int = 3) -> dict[str, object]:
     """The losses of the first steps on whole pictures of BreCaHAD, by 1 rank and by 4."""
-    train, _ = brecahad(folder, tables)
+    train, _ = make_brecahad(folder, tables)
     found = []
     for plan in (ALONE, TILES):
         with Cluster(plan.ranks) as cluster:
             exact = replace(plan, precision="float64")
-            training = Training(segmenter(0), exact, cluster, (1, 3, *SIZE), nuclei_loss)
+            training = Training(make_segmenter(0), exact, cluster, (1, 3, *SIZE), compute_nuclei_loss)
             found.append(training.fit(Subset(train, range(steps)), progress=False).losses)
     far = max(abs(one - four) / abs(one) for one, four in zip(*found, strict=True))
     return {
@@ -173,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     flags.add_argument("--keep", type=Path, help="a folder for the tables and for the log of each epoch")
     flags.add_argument("--steps", type=int, default=3, help="of `same`")
     chosen = flags.parse_args(arguments)
-    folder = data()
+    folder = find_data()
     if folder is None:
         print("There is no ../shared/data, and no folder that MPI4DL_NB_DATA names.", file=sys.stderr)
         return 2
@@ -181,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
         tables = (chosen.keep or Path(scratch)).absolute()
         tables.mkdir(parents=True, exist_ok=True)
         if chosen.what == "same":
-            line = same(folder, tables, chosen.steps)
+            line = compare_losses(folder, tables, chosen.steps)
             print(json.dumps(line), flush=True)
             return 0 if line["ok"] else 1
         work = {"brecahad": train_brecahad, "bccd": train_bccd}[chosen.what]

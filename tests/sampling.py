@@ -18,7 +18,7 @@ EVERYTHING = os.environ.get("EVERYTHING") == "1"
 """Whether all cases of all tests are run, as `make test-all` does."""
 
 
-def trials(count: int) -> settings:
+def set_trials(count: int) -> settings:
     """So many random cases; in `make test` a quarter of them."""
     return settings(max_examples=count if EVERYTHING else max(5, count // 4), suppress_health_check=list(HealthCheck))
 

@@ -51,7 +51,7 @@ def main() -> None:
     flags.add_argument("--ranks", type=int, help="of the search (16)")
     chosen = flags.parse_args()
     chosen.machine = MACHINES.get(chosen.machine, MADE_UP)
-    parts = {"growth": growth, "search": searched}
+    parts = {"growth": predict_growth, "search": search_plans}
     asked = [name for name in parts if getattr(chosen, name)] or list(parts)
     for model in chosen.model or list(MODELS)[:2]:
         traces = TraceCache(MODELS[model](), (chosen.batch, 3, chosen.image_px, chosen.image_px), nn.CrossEntropyLoss())
@@ -67,7 +67,7 @@ def main() -> None:
                 print(json.dumps(told | row), flush=True)
 
 
-def growth(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def predict_growth(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Four ranks are a replica: 2 x 2 tiles; and each rank is one. Efficiency is beside one replica."""
     for plan in (Plan(split_size=1, spatial_size=1), Plan(split_size=1, spatial_size=0)):
         graph = traces.get_graph(plan)
@@ -83,7 +83,7 @@ def growth(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str,
             }  # fmt: skip
 
 
-def searched(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def search_plans(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All plans for so many ranks."""
     ranks = chosen.ranks or 16
     began = time.perf_counter()
@@ -94,7 +94,7 @@ def searched(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[st
         "ranks": ranks, "tracing_s": round(traced - began, 1), "search_s": round(time.perf_counter() - traced, 1),
         "search_cpu_s": round(time.process_time() - traced_cpu, 1),
         "simulated": len(found.fitting) + len(found.too_large), "refused": len(found.refused),
-        "best": _told(found.fitting[:4]),
+        "best": _make_lines(found.fitting[:4]),
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _trace(traces: TraceCache, ranks: int, batch: int) -> None:
             continue  # the search tells it
 
 
-def _told(forecasts: Any) -> list[dict[str, Any]]:
+def _make_lines(forecasts: Any) -> list[dict[str, Any]]:
     return [
         {"plan": each.plan.summary, "images_per_s": round(each.images_per_s, 1), "peak_bytes": each.peak_bytes}
         for each in forecasts

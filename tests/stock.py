@@ -33,7 +33,7 @@ class Stock:
         """What has to be installed."""
         return self.model.partition(".")[0].partition(":")[0]
 
-    def flags(self, split: int, grid: str, narrow: bool = False) -> list[str]:
+    def make_flags(self, split: int, grid: str, narrow: bool = False) -> list[str]:
         """Model, image and plan: `split` stages, of which the first is cut by `grid`, or all of them."""
         values = {
             "model": self.model,
@@ -48,25 +48,25 @@ class Stock:
         return [f"--{name}={value}" for name, value in values.items()]
 
 
-def _monai(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
+def _make_monai(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
     wide = {"spatial_dims": 2, **arguments}
     return Stock(f"monai.networks.nets:{name}", wide, {**wide, **narrow}, **choices)
 
 
-def _segmenter(name: str, arguments: Arguments, **choices: Any) -> Stock:
+def _make_segmenter(name: str, arguments: Arguments, **choices: Any) -> Stock:
     small = choices.pop("small", "36x44")
     three = {"in_channels": 3, "out_channels": 3}
-    return _monai(name, {**three, **arguments}, choices.pop("narrow", {}), small=small, per_pixel=True, **choices)
+    return _make_monai(name, {**three, **arguments}, choices.pop("narrow", {}), small=small, per_pixel=True, **choices)
 
 
-def _classifier(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
+def _make_classifier(name: str, arguments: Arguments, narrow: Arguments, **choices: Any) -> Stock:
     """Of transformers, which take a configuration."""
     configs = ({"num_labels": 5, **arguments}, {"num_labels": 5, **arguments, **narrow})
     given = ({"config": {f"transformers:{name}Config": config}} for config in configs)
     return Stock(f"transformers:{name}ForImageClassification", *given, **choices)
 
 
-def _upernet(backbone: Arguments) -> Arguments:
+def _make_upernet_arguments(backbone: Arguments) -> Arguments:
     """On a ConvNeXt, all of whose stages it reads."""
     stages = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "hidden_sizes": [96, 192, 384, 768]}
     thin = {"hidden_size": 32, "auxiliary_channels": 16} if backbone else {}
@@ -82,14 +82,14 @@ _RESNET_18 = {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64
 _FEW = {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 48, 64, 96]}
 
 STOCK: dict[str, Stock] = {
-    "MONAI DenseNet121": _monai(
+    "MONAI DenseNet121": _make_monai(
         "DenseNet121", _FIVE, {"growth_rate": 8, "init_features": 16}, small="64x100", size="100x164"
     ),
-    "MONAI ResNet-18": _monai("resnet18", _RESNET, _THIN),
-    "MONAI ResNet-50": _monai("resnet50", _RESNET, _THIN, rate=0.0001),
-    "MONAI UNet": _segmenter("UNet", {**_UNET, "num_res_units": 2}),
-    "MONAI AttentionUnet": _segmenter("AttentionUnet", _UNET),
-    "transformers ResNet-18": _classifier(
+    "MONAI ResNet-18": _make_monai("resnet18", _RESNET, _THIN),
+    "MONAI ResNet-50": _make_monai("resnet50", _RESNET, _THIN, rate=0.0001),
+    "MONAI UNet": _make_segmenter("UNet", {**_UNET, "num_res_units": 2}),
+    "MONAI AttentionUnet": _make_segmenter("AttentionUnet", _UNET),
+    "transformers ResNet-18": _make_classifier(
         "ResNet", _RESNET_18, {"embedding_size": 16, "hidden_sizes": [16, 24, 32, 48]}
     ),
 }
@@ -116,39 +116,39 @@ LOSSES: dict[str, Arguments] = {
 """Those of `monai.losses`, of labels (N, 1, H, W), with their arguments. The focal one computes in float32."""
 
 MORE: dict[str, Stock] = {
-    "MONAI BasicUNet": _segmenter("BasicUNet", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"),
-    "MONAI BasicUNetPlusPlus": _segmenter(
+    "MONAI BasicUNet": _make_segmenter("BasicUNet", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"),
+    "MONAI BasicUNetPlusPlus": _make_segmenter(
         "BasicUNetPlusPlus", {}, narrow={"features": [8, 8, 16, 24, 32, 8]}, small="48x80"
     ),
-    "MONAI SegResNet": _segmenter("SegResNet", {}, small="40x72"),
-    "MONAI SegResNetDS": _segmenter("SegResNetDS", {}, narrow={"init_filters": 8}, small="40x72"),
-    "MONAI DynUNet": _segmenter(
+    "MONAI SegResNet": _make_segmenter("SegResNet", {}, small="40x72"),
+    "MONAI SegResNetDS": _make_segmenter("SegResNetDS", {}, narrow={"init_filters": 8}, small="40x72"),
+    "MONAI DynUNet": _make_segmenter(
         "DynUNet",
         {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
     ),
-    "MONAI FlexibleUNet": _segmenter(
+    "MONAI FlexibleUNet": _make_segmenter(
         "FlexibleUNet",
         {"backbone": "resnet18"},
         narrow={"backbone": "resnet10", "decoder_channels": [32, 24, 16, 8, 8]},
         small="64x96",
     ),
-    "MONAI HighResNet": _segmenter("HighResNet", {}),
-    "transformers BiT": _classifier("Bit", {}, {**_FEW, "embedding_size": 16, "num_groups": 8}),
-    "transformers ConvNeXt": _classifier("ConvNext", {}, _FEW, small="64x96"),
-    "transformers ConvNeXt V2": _classifier("ConvNextV2", {}, _FEW, small="64x96"),
-    "transformers MobileNetV1": _classifier(
+    "MONAI HighResNet": _make_segmenter("HighResNet", {}),
+    "transformers BiT": _make_classifier("Bit", {}, {**_FEW, "embedding_size": 16, "num_groups": 8}),
+    "transformers ConvNeXt": _make_classifier("ConvNext", {}, _FEW, small="64x96"),
+    "transformers ConvNeXt V2": _make_classifier("ConvNextV2", {}, _FEW, small="64x96"),
+    "transformers MobileNetV1": _make_classifier(
         "MobileNetV1", {"classifier_dropout_prob": 0}, {"depth_multiplier": 0.25}, rate=0.0001
     ),
-    "transformers MobileNetV2": _classifier("MobileNetV2", {}, {"depth_multiplier": 0.35}, rate=0.00001),
-    "transformers PoolFormer": _classifier("PoolFormer", {}, _FEW),
+    "transformers MobileNetV2": _make_classifier("MobileNetV2", {}, {"depth_multiplier": 0.35}, rate=0.00001),
+    "transformers PoolFormer": _make_classifier("PoolFormer", {}, _FEW),
     "transformers UperNet": Stock(
         "transformers:UperNetForSemanticSegmentation",
-        _upernet({}),
-        _upernet(_FEW),
+        _make_upernet_arguments({}),
+        _make_upernet_arguments(_FEW),
         small="64x100",
         per_pixel=True,
         grid="2x2",
     ),
-    "transformers RegNet": _classifier("RegNet", {}, {**_FEW, "embedding_size": 16, "groups_width": 16}),
+    "transformers RegNet": _make_classifier("RegNet", {}, {**_FEW, "embedding_size": 16, "groups_width": 16}),
 }
 """More of those that work."""

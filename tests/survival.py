@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
-from tests.mpi import TRIES, has_begun, mpi_command, mpi_environment
+from tests.mpi import TRIES, has_begun, make_mpi_command, make_mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6
 FLAGS = (
@@ -54,7 +54,7 @@ class Report:
         """As JSON."""
         return json.dumps({"ok": not self.wrong, "all_kills": sum(self.kills.values()), **asdict(self)})
 
-    def kills_left(self, wanted: int) -> bool:
+    def has_kills_left(self, wanted: int) -> bool:
         """Whether there were fewer than that."""
         return sum(self.kills.values()) < wanted
 
@@ -64,10 +64,10 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         saves = ["--save", folder / "saved", "--save-every", 1, "--resume"]
-        command = mpi_command(RANKS, "-m", "mpi4dl_nb.engines", "train", *FLAGS, *saves)
+        command = make_mpi_command(RANKS, "-m", "mpi4dl_nb.engines", "train", *FLAGS, *saves)
         self.folder, self.saved = folder, folder / "saved"
         with (folder / "printed").open("w") as printed, (folder / "errors").open("w") as errors:
-            self.process = subprocess.Popen(command, env=mpi_environment(), stdout=printed, stderr=errors)
+            self.process = subprocess.Popen(command, env=make_mpi_environment(), stdout=printed, stderr=errors)
 
     @property
     def printed(self) -> str:
@@ -112,33 +112,33 @@ class Run:
         return self.process.wait(_ENDED_S)
 
 
-def outcome(run: Run) -> tuple[bytes, ...]:
+def read_outcome(run: Run) -> tuple[bytes, ...]:
     """The tensors that a training has ended with."""
     last = list_checkpoints(run.saved)[-1]
     return tuple((last / name).read_bytes() for name in ("model.safetensors", "training.safetensors"))
 
 
-def straight(folder: Path) -> tuple[list[str], tuple[bytes, ...]]:
+def run_without_kills(folder: Path) -> tuple[list[str], tuple[bytes, ...]]:
     """What a training does that nobody kills: its losses, and its end. Raises RuntimeError if it cannot."""
     folder.mkdir(parents=True)
     run = Run(folder)
     if run.end() or len(run.losses) != EPOCHS * STEPS:
         raise RuntimeError((folder / "errors").read_text())
-    return run.losses, outcome(run)
+    return run.losses, read_outcome(run)
 
 
-def survive(folder: Path, kills: int, seed: int) -> Report:
+def kill_trainings(folder: Path, kills: int, seed: int) -> Report:
     """Kill trainings so often; each is held against one that was not killed."""
     dice, report, start_s = random.Random(seed), Report(), time.monotonic()
-    expected = straight(folder / "straight")
-    while report.kills_left(kills):
+    expected = run_without_kills(folder / "straight")
+    while report.has_kills_left(kills):
         report.trainings += 1
-        _one_training(folder / f"training{report.trainings}", kills, dice, report, expected)
+        _run_one_training(folder / f"training{report.trainings}", kills, dice, report, expected)
     report.seconds = round(time.monotonic() - start_s, 1)
     return report
 
 
-def _one_training(
+def _run_one_training(
     folder: Path, kills: int, dice: random.Random, report: Report, expected: tuple[list[str], tuple[bytes, ...]]
 ) -> None:
     """From its first step to its last, with as many kills as it takes, or as are left."""
@@ -147,17 +147,17 @@ def _one_training(
     while code and (killed or 0 < not_begun < TRIES):
         run = Run(folder)
         report.starts += 1
-        killed = report.kills_left(kills) and _kill_some_time(run, dice, report)
+        killed = report.has_kills_left(kills) and _kill_some_time(run, dice, report)
         code = run.end()
         not_begun = 0 if has_begun(run.errors) else not_begun + 1
-        _hear(run, report, expected[0])
+        _compare_losses(run, report, expected[0])
     if code:
         report.wrong.append(run.errors)
-    elif outcome(run) != expected[1]:
+    elif read_outcome(run) != expected[1]:
         report.wrong.append(f"{folder.name} ended with other tensors")
 
 
-def _hear(run: Run, report: Report, expected: Sequence[str]) -> None:
+def _compare_losses(run: Run, report: Report, expected: Sequence[str]) -> None:
     """Hold the losses that a start printed against those of the training that was not killed."""
     resumed = re.search(r"Resumed after (\d+) steps", run.printed)
     first = int(resumed[1]) if resumed else 0
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = flags.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="survival-", dir=chosen.folder))
     try:
-        report = survive(folder, chosen.kills, chosen.seed)
+        report = kill_trainings(folder, chosen.kills, chosen.seed)
     finally:
         shutil.rmtree(folder)
     print(report.line, flush=True)

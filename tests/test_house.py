@@ -59,41 +59,41 @@ MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 100
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+def list_functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
     """All but properties, and methods whose names Python or a library has chosen."""
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
                 prop = any("property" in ast.unparse(each) for each in node.decorator_list)
                 yield from [] if prop else [(path, node)]
 
 
 def test_functions_begin_with_a_verb():
-    names = [node.name.strip("_") for _, node in functions()]
+    names = [node.name.strip("_") for _, node in list_functions()]
     begin = [name for name in names if name.partition("_")[0] in VERBS or NO_VERBS.match(name)]
     assert len(begin) / len(names) >= LEAST_VERBS
 
 
 def test_no_function_is_called_as_a_bare_participle():
     nouns = {"embed", "feed", "need", "seed", "speed", "shed", "proceed"}
-    names = [node.name.strip("_") for _, node in functions()]
+    names = [node.name.strip("_") for _, node in list_functions()]
     bare = [name for name in names if re.fullmatch("[a-z]{3,}ed", name) and name not in nouns]
     assert len(bare) <= MOST_PRIVATE_WORDS, bare
 
 
 def test_names_have_no_words_of_a_private_language():
-    found = [f"{path.name}:{node.name}" for path, node in functions() if PRIVATE_WORDS & set(node.name.split("_"))]
+    found = [f"{path.name}:{node.name}" for path, node in list_functions() if PRIVATE_WORDS & set(node.name.split("_"))]
     assert len(found) <= MOST_PRIVATE_WORDS, found
 
 
 def test_a_class_name_has_one_meaning():
     places = defaultdict(set)
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].add(path.name)
     assert sum(len(files) > 1 for files in places.values()) <= MOST_SAME_CLASSES, places
@@ -105,7 +105,7 @@ def test_docstrings_begin_with_a_subject_or_a_verb():
     found = [
         f"{path.name}:{node.name}: {text.splitlines()[0]}"
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in ast.walk(parse_file(path))
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)) and riddle.match(text)
     ]
     assert found == []
@@ -114,7 +114,7 @@ def test_docstrings_begin_with_a_subject_or_a_verb():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_are_not_too_long(path: Path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < MOST_FUNCTION_LINES, node.name
 
@@ -122,10 +122,10 @@ def test_files_and_functions_are_not_too_long(path: Path):
 NAMES = {name_module(path.relative_to(ROOT).as_posix()): path for path in FILES}
 
 
-def imports_of(path: Path) -> set[str]:
+def list_imports(path: Path) -> set[str]:
     """The project's modules that a file imports anywhere: at its top, within functions, or for type checkers."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             inner = [f"{node.module}.{each.name}" for each in node.names]
             found |= {name if name in NAMES else node.module for name in inner}
@@ -134,7 +134,7 @@ def imports_of(path: Path) -> set[str]:
     return found & NAMES.keys()
 
 
-def modules_in_circles(imports: dict[str, set[str]]) -> set[str]:
+def find_modules_in_circles(imports: dict[str, set[str]]) -> set[str]:
     """Those from which imports lead back to them, and those between two of them."""
     left = {name: needs - {name} for name, needs in imports.items()}
     while ends := {name for name in left if not left[name] & left.keys()}:
@@ -145,12 +145,12 @@ def modules_in_circles(imports: dict[str, set[str]]) -> set[str]:
 
 
 def test_imports_run_in_no_circle():
-    assert modules_in_circles({name: imports_of(path) for name, path in NAMES.items()}) == set()
+    assert find_modules_in_circles({name: list_imports(path) for name, path in NAMES.items()}) == set()
 
 
 def test_a_circle_is_found():
     circle = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": {"c", "f"}, "f": set()}
-    assert modules_in_circles(circle) == {"b", "c"}
+    assert find_modules_in_circles(circle) == {"b", "c"}
 
 
 TEXT = {"read_text", "write_text", "open", "fdopen", "NamedTemporaryFile", "TextIOWrapper"}
@@ -188,5 +188,5 @@ def test_text_without_an_encoding_is_found(code: str, count: int):
 
 
 def test_text_has_the_same_encoding_in_any_locale():
-    found = [f"{path}:{call.lineno}" for path in FILES for call in find_unencoded(tree_of(path))]
+    found = [f"{path}:{call.lineno}" for path in FILES for call in find_unencoded(parse_file(path))]
     assert not found, "say encoding='utf-8': " + ", ".join(found)

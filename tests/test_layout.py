@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.plan.layout import Layout, Role, check_fits
 grids = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=3)
 
 
-def plan_of(spatial: list[tuple[int, int]], plain: int) -> Plan:
+def make_plan(spatial: list[tuple[int, int]], plain: int) -> Plan:
     methods = tuple(f"{rows}x{cols}" for rows, cols in spatial)
     return Plan(split_size=len(spatial) + plain, spatial_size=len(spatial), slice_method=methods)
 
@@ -22,10 +22,10 @@ def plan_of(spatial: list[tuple[int, int]], plain: int) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "picture"),
     [
-        (plan_of([(2, 2)], 1), ["0 1 2 3", "4"]),
-        (plan_of([(2, 3), (1, 2)], 2), ["0 1 2 3 4 5", "6 7", "8", "9"]),
-        (plan_of([], 3), ["0", "1", "2"]),
-        (plan_of([(1, 2), (2, 1)], 1), ["0 1", "2 3", "4"]),
+        (make_plan([(2, 2)], 1), ["0 1 2 3", "4"]),
+        (make_plan([(2, 3), (1, 2)], 2), ["0 1 2 3 4 5", "6 7", "8", "9"]),
+        (make_plan([], 3), ["0", "1", "2"]),
+        (make_plan([(1, 2), (2, 1)], 1), ["0 1", "2 3", "4"]),
     ],
     ids=["4 tiles, then one rank", "two repartitions", "stages alone", "strips the other way"],
 )
@@ -35,7 +35,7 @@ def test_ranks_in_stage_order(plan: Plan, picture: list[str]):
 
 @given(spatial=grids, plain=st.integers(1, 3))
 def test_every_rank_has_one_role_and_every_role_one_rank(spatial: list[tuple[int, int]], plain: int):
-    layout = Layout.of(plan_of(spatial, plain))
+    layout = Layout.of(make_plan(spatial, plain))
     sizes = [rows * cols for rows, cols in spatial] + [1] * plain
     assert list(layout.roles) == [(Role(stage, tile),) for stage, tiles in enumerate(sizes) for tile in range(tiles)]
     assert layout.size == len(layout.roles) == sum(sizes)
@@ -43,7 +43,7 @@ def test_every_rank_has_one_role_and_every_role_one_rank(spatial: list[tuple[int
 
 @given(spatial=grids, plain=st.integers(1, 3))
 def test_the_ranks_of_a_stage_are_its_tiles_in_order(spatial: list[tuple[int, int]], plain: int):
-    layout = Layout.of(plan_of(spatial, plain))
+    layout = Layout.of(make_plan(spatial, plain))
     assert [rank for stage in layout.stages for rank in stage.ranks] == list(range(layout.size))
     for index, stage in enumerate(layout.stages):
         assert len(stage.ranks) == stage.grid.tiles
@@ -52,7 +52,7 @@ def test_the_ranks_of_a_stage_are_its_tiles_in_order(spatial: list[tuple[int, in
 
 
 def test_a_cluster_of_another_size_is_refused_with_both_numbers():
-    plan = plan_of([(2, 2), (1, 2)], 1)
+    plan = make_plan([(2, 2), (1, 2)], 1)
     check_fits(plan, 7)
     for engines in (6, 8):
         with pytest.raises(PlanError) as caught:

@@ -10,7 +10,7 @@ from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning
 from mpi4dl_nb.engines.train.training_events import Counts, count_predictions
 
 
-def brute(scores: Tensor, labels: Tensor, classes: int) -> list[tuple[int, ...]]:
+def count_by_hand(scores: Tensor, labels: Tensor, classes: int) -> list[tuple[int, ...]]:
     guess = scores.argmax(1).flatten().tolist()
     pairs = [(g, t) for g, t in zip(guess, labels.flatten().tolist(), strict=True) if 0 <= t < classes]
     return [
@@ -29,7 +29,7 @@ def test_counts_are_those_of_a_loop(shape: tuple[int, ...], classes: int):
     labels = torch.randint(classes, shape)
     labels.view(-1)[:2] = torch.tensor([-100, 255])
     found = count_predictions(scores, labels)
-    assert [found.right, found.predicted, found.true] == brute(scores, labels, classes)
+    assert [found.right, found.predicted, found.true] == count_by_hand(scores, labels, classes)
     assert found.pixels == (len(shape) > 1)
     assert found.accuracy == sum(found.right) / (labels.numel() - 2)
 

@@ -34,7 +34,7 @@ PLAN, SHAPE = Plan(split_size=1, slice_method="1x2"), (1, 3, 32, 32)
 MODEL = Sizes(resnet20_v1())
 
 
-def graph():
+def make_graph():
     return MODEL.graph(PLAN, SHAPE)
 
 
@@ -47,9 +47,12 @@ ASKED: dict[str, tuple[Callable[[], object], str]] = {
     "machine of a limit": (lambda: largest_image(MODEL, PLAN, "Lasen"), "Lassen"),
     "how of a scaling": (lambda: scaling(MODEL, "Summit", PLAN, SHAPE, how="week"), "weak"),
     "backend": (lambda: Cluster(2, backend="lopback"), "loopback"),
-    "layer of a figure": (lambda: show_slicing(torch.rand(3, 32, 32), PLAN, graph(), layer="blocks.00"), "blocks.0"),
-    "layer of halo points": (lambda: find_point(find_halo_points(graph(), PLAN), "block.1"), "blocks.1"),
-    "value of a receptive field": (lambda: ReceptiveFields(graph()).get_size_px("conv2"), "conv2d"),
+    "layer of a figure": (
+        lambda: show_slicing(torch.rand(3, 32, 32), PLAN, make_graph(), layer="blocks.00"),
+        "blocks.0",
+    ),
+    "layer of halo points": (lambda: find_point(find_halo_points(make_graph(), PLAN), "block.1"), "blocks.1"),
+    "value of a receptive field": (lambda: ReceptiveFields(make_graph()).get_size_px("conv2"), "conv2d"),
     "mode of replicas": (lambda: Asynchrony(mode="synchronus", replicas=2, steps=1), "synchronous"),
     "kind of parallelism": (
         lambda: (
@@ -77,7 +80,7 @@ def test_a_near_name_of_an_option_of_images_is_proposed(tmp_path):
 
 
 def test_a_rank_outside_a_stage_is_refused():
-    (point, *_) = find_halo_points(graph(), PLAN)
+    (point, *_) = find_halo_points(make_graph(), PLAN)
     for ask in (point.compute_widths, point.get_receives, point.get_window):
         with pytest.raises(PlanError, match=r"rank=2 is none of the ranks of stage 0\. Use one of 0, 1\."):
             ask(2)

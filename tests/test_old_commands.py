@@ -39,7 +39,7 @@ def test_a_row_needs_the_ranks_that_it_names(name: str, flags: str, ranks: int):
     assert options.make_plan(train_command.make_train_parser().parse_args(flags.split())).ranks == ranks
 
 
-def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepResult]:
+def run_epoch(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepResult]:
     """One epoch."""
     with RankTrainLoop(world, RankTraining(world, recipe), recipe.step_specs, images, LoaderOptions()) as course:
         return [event for event in run(CollectiveTrainLoop(course)) if isinstance(event, StepResult)]
@@ -52,7 +52,7 @@ def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
     chosen = train_command.make_train_parser().parse_args(f"{flags} {small}".split())
     _, recipe = options.make_recipe(chosen, ranks)
     images = SyntheticImages(count_step_images(recipe), (64, 64), chosen.num_classes)
-    (told,) = run_ranks(ranks, lambda world: steps(world, recipe, images))[0]
+    (told,) = run_ranks(ranks, lambda world: run_epoch(world, recipe, images))[0]
     assert told.images == 2 * recipe.plan.batches
     assert told.loss > 0
 

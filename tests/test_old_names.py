@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PLAN = Plan(split_size=2, slice_method="1x2", parts=4, schedule="1f1b")
 
 
-def pickle_by_old_name(plan: Plan) -> bytes:
+def make_old_pickle(plan: Plan) -> bytes:
     """By protocol 0, in which names are lines of text."""
     old = pickle.dumps(plan, protocol=0).replace(b"mpi4dl_nb.engines.", b"engines.")
     assert b"engines.plan\nPlan" in old
@@ -35,7 +35,7 @@ def test_an_old_pickle_is_loaded(link: str, tmp_path):
     if link == "mpi4dl_nb":
         (place := tmp_path / "installed").mkdir()
         (place / link).symlink_to(ROOT / link)
-    (tmp_path / "plan.pickle").write_bytes(pickle_by_old_name(PLAN))
+    (tmp_path / "plan.pickle").write_bytes(make_old_pickle(PLAN))
     code = (
         "import sys, pathlib\n"
         "sys.path[1:] = [path for path in sys.path[1:] if not pathlib.Path(path, 'engines').is_dir()]\n"

@@ -21,11 +21,11 @@ def counted(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of images that were traced."""
     found, trace = [], trace_cache.trace
 
-    def counting(model, loss, images, *rest):
+    def count_trace(model, loss, images, *rest):
         found.append(images.shape)
         return trace(model, loss, images, *rest)
 
-    monkeypatch.setattr(trace_cache, "trace", counting)
+    monkeypatch.setattr(trace_cache, "trace", count_trace)
     return found
 
 

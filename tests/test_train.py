@@ -47,12 +47,12 @@ class Tiny(nn.Module):
         return self.head(self.body(x))
 
 
-def seeded(make: type[nn.Module], **arguments: int) -> nn.Module:
+def make_seeded(make: type[nn.Module], **arguments: int) -> nn.Module:
     torch.manual_seed(0)
     return make(**arguments)
 
 
-MODELS = {"classifier": seeded(Tiny), "segmenter": seeded(UNet, num_classes=3, width=4, depth=1)}
+MODELS = {"classifier": make_seeded(Tiny), "segmenter": make_seeded(UNet, num_classes=3, width=4, depth=1)}
 PLANS = {
     "one rank": Plan(split_size=1, spatial_size=0, precision="float64"),
     "two stages": Plan(split_size=2, slice_method="2x2", precision="float64"),
@@ -64,11 +64,11 @@ PLANS = {
 }
 
 
-def recipe(model: nn.Module, plan: Plan) -> Recipe:
+def make_recipe(model: nn.Module, plan: Plan) -> Recipe:
     return prepare(model, plan, (BATCH, 3, *SIZE), device="cpu")
 
 
-def whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool) -> dict[str, torch.Tensor]:
+def read_whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool) -> dict[str, torch.Tensor]:
     whole = Tile.whole(*SIZE)
     found = [images.mask(number, whole) if per_pixel else torch.tensor(images.label(number)) for number in numbers]
     pixels = torch.stack([images.part(number, whole) for number in numbers])
@@ -87,9 +87,9 @@ def read_shard(training: RankTraining, images: LabelledImages, numbers: Sequence
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
-    images, made = SyntheticImages(COUNT, SIZE, 3), recipe(MODELS[model], plan)
+    images, made = SyntheticImages(COUNT, SIZE, 3), make_recipe(MODELS[model], plan)
     numbers = shuffle_indices(COUNT, 1, 0)[: count_step_images(made)]
-    whole = whole_batch(images, numbers, per_pixel=model == "segmenter")
+    whole = read_whole_batch(images, numbers, per_pixel=model == "segmenter")
 
     def check(world: LoopbackWorld) -> list[str]:
         training = RankTraining(world, made)
@@ -123,14 +123,14 @@ class Spied(SyntheticImages):
 
 def test_no_rank_reads_more_than_its_own_tile():
     plan = PLANS["two stages"]
-    made = recipe(MODELS["classifier"], plan)
+    made = make_recipe(MODELS["classifier"], plan)
 
-    def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
+    def list_asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Spied()
         read_shard(RankTraining(world, made), images, [2, 4, 6, 8])
         return images.asked
 
-    *tiles, last = run_ranks(plan.ranks, asked)
+    *tiles, last = run_ranks(plan.ranks, list_asked)
     cut = plan.grids[0].cut(*SIZE)
     assert tiles == [{(number, tile) for number in (2, 4, 6, 8)} for tile in cut]
     assert last == set()
@@ -138,15 +138,15 @@ def test_no_rank_reads_more_than_its_own_tile():
 
 def test_masks_travel_tiled():
     plan = PLANS["tiles to the loss"]
-    made = recipe(MODELS["segmenter"], plan)
+    made = make_recipe(MODELS["segmenter"], plan)
 
-    def asked(world: LoopbackWorld) -> tuple[set[tuple[int, Tile]], set[tuple[int, Tile]]]:
+    def list_asked(world: LoopbackWorld) -> tuple[set[tuple[int, Tile]], set[tuple[int, Tile]]]:
         images = Spied()
         read_shard(RankTraining(world, made), images, [2, 4, 6, 8])
         return images.asked, images.masks
 
     expected = [{(number, tile) for number in (2, 4, 6, 8)} for tile in plan.grids[0].cut(*SIZE)]
-    assert run_ranks(plan.ranks, asked) == [(tiles, tiles) for tiles in expected]
+    assert run_ranks(plan.ranks, list_asked) == [(tiles, tiles) for tiles in expected]
 
 
 class Coarse(nn.Module):
@@ -176,7 +176,7 @@ def test_an_answer_for_several_pixels_is_for_the_one_in_their_middle():
 # ---- what is told
 
 
-def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, seed: int) -> list[tuple[float, int]]:
+def run_oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, seed: int) -> list[tuple[float, int]]:
     """Loss, and how many predictions are right, of each step in one process."""
     alone = ReferenceTraining(model, nn.CrossEntropyLoss(), sgd, torch.float64, micro_batches=plan.micro_batches)
     heard: list[torch.Tensor] = []
@@ -185,7 +185,7 @@ def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, se
     for epoch in range(epochs):
         order = shuffle_indices(len(images), seed, epoch)
         for start in range(0, len(images) - count + 1, count):
-            batch = whole_batch(images, order[start : start + count], per_pixel=isinstance(model, UNet))
+            batch = read_whole_batch(images, order[start : start + count], per_pixel=isinstance(model, UNet))
             heard.clear()
             loss = alone.step(batch)
             found.append((loss, int((torch.cat(heard).argmax(1) == batch["labels"]).sum())))
@@ -196,19 +196,19 @@ def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, se
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
-    made = recipe(MODELS[model], plan)
+    made = make_recipe(MODELS[model], plan)
     count = count_step_images(made)
     assert count == BATCH * plan.batches
     images = SyntheticImages(2 * count + 1, SIZE, 3)
 
-    def course(world: LoopbackWorld) -> list[object]:
+    def run_epochs(world: LoopbackWorld) -> list[object]:
         with RankTrainLoop(
             world, RankTraining(world, made), made.step_specs, images, LoaderOptions(seed=5, drop_last=True)
         ) as course:
             return list(run(CollectiveTrainLoop(course), epochs=2))
 
-    expected = oracle(MODELS[model], plan, images, epochs=2, seed=5)
-    for events in run_ranks(plan.ranks, course):
+    expected = run_oracle(MODELS[model], plan, images, epochs=2, seed=5)
+    for events in run_ranks(plan.ranks, run_epochs):
         steps = [event for event in events if isinstance(event, StepResult)]
         assert [event.epoch for event in events if isinstance(event, EpochResult)] == [0, 1]
         assert [(step.epoch, step.step) for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -220,15 +220,15 @@ def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
         assert all(step.images_per_s > 0 for step in steps)
 
 
-def judged(right: int) -> Counts:
+def make_counts(right: int) -> Counts:
     return Counts((right, 0), (8, 0), (right, 8 - right))
 
 
 def test_a_summary_is_of_the_last_epoch():
     steps = [
-        StepResult(0, 0, 8, 2.0, 3.0, judged(1)),
-        StepResult(1, 0, 8, 1.0, 2.0, judged(4)),
-        StepResult(1, 1, 8, 4.0, 1.0, judged(6)),
+        StepResult(0, 0, 8, 2.0, 3.0, make_counts(1)),
+        StepResult(1, 0, 8, 1.0, 2.0, make_counts(4)),
+        StepResult(1, 1, 8, 4.0, 1.0, make_counts(6)),
     ]
     assert summarise(steps, EpochResult.of(steps[1:], left_out=2)) == {
         "epochs": 2, "steps": 3, "images_per_step": 8, "images_per_s_mean": 4.6667, "images_per_s_median": 4.0,
@@ -250,29 +250,31 @@ class Broken(SyntheticImages):
         return super().part(index, tile, draw)
 
 
-def test_what_one_rank_cannot_read_every_rank_is_told():
+def test_what_one_rank_cannot_read_is_reported_on_every_rank():
     plan = PLANS["two stages"]
-    made = recipe(MODELS["classifier"], plan)
+    made = make_recipe(MODELS["classifier"], plan)
 
-    def told(world: LoopbackWorld) -> str:
+    def read_message(world: LoopbackWorld) -> str:
         with pytest.raises(ImageError) as caught:
             RankTrainLoop(world, RankTraining(world, made), made.step_specs, Broken(8, SIZE, 3), LoaderOptions()).step()
         return str(caught.value)
 
-    assert [text.partition(": ")[2] for text in run_ranks(plan.ranks, told)] == ["picture 7 is damaged"] * plan.ranks
+    assert [text.partition(": ")[2] for text in run_ranks(plan.ranks, read_message)] == [
+        "picture 7 is damaged"
+    ] * plan.ranks
 
 
 def test_what_the_system_says_of_a_file_reaches_every_rank():
-    def told(world: LoopbackWorld) -> str:
+    def read_message(world: LoopbackWorld) -> str:
         with pytest.raises(ImageError) as caught:
             run_on_all(world, lambda: Path("not/there").read_bytes() if world.rank else b"")
         return str(caught.value)
 
-    assert run_ranks(2, told) == ["[Errno 2] No such file or directory: 'not/there'"] * 2
+    assert run_ranks(2, read_message) == ["[Errno 2] No such file or directory: 'not/there'"] * 2
 
 
 def test_an_error_of_one_rank_keeps_its_type_on_every_rank():
-    def told(world: LoopbackWorld) -> str:
+    def get_cause_type(world: LoopbackWorld) -> str:
         with pytest.raises(TraceError, match="no model on this host") as caught:
             run_on_all(world, lambda: fail_on_rank_1(world), PlanError)
         return type(caught.value.__cause__).__name__
@@ -281,36 +283,36 @@ def test_an_error_of_one_rank_keeps_its_type_on_every_rank():
         if world.rank == 1:
             raise TraceError("no model on this host")
 
-    assert run_ranks(3, told) == ["ReleasedError", "NoneType", "ReleasedError"]
+    assert run_ranks(3, get_cause_type) == ["ReleasedError", "NoneType", "ReleasedError"]
 
 
 def test_together_gives_back_what_each_rank_made():
     assert run_ranks(3, lambda world: run_on_all(world, lambda: world.rank * 2)) == [0, 2, 4]
 
 
-def released(*_: object) -> None:
+def raise_released(*_: object) -> None:
     raise ReleasedError("released: another rank has failed")
 
 
-def test_what_a_rank_knows_itself_is_told_also_if_the_others_have_left_already(monkeypatch):
+def test_what_a_rank_knows_itself_is_reported_also_if_the_others_have_left_already(monkeypatch):
     """They may have all values, and fail of them, before this rank has theirs."""
 
-    def fails() -> None:
+    def fail() -> None:
         raise ImageError("no picture") from ValueError("its cause")
 
-    def told(world: LoopbackWorld) -> None:
-        monkeypatch.setattr(world, "all_gather", released)
+    def check_error(world: LoopbackWorld) -> None:
+        monkeypatch.setattr(world, "all_gather", raise_released)
         for work in (run_on_all, run_on_first):
             with pytest.raises(ImageError, match="no picture") as caught:
-                work(world, fails)
+                work(world, fail)
             assert not Failure.of(caught.value).released
             with pytest.raises(ReleasedError):
                 work(world, lambda: 1)
 
-    run_ranks(1, told)
+    run_ranks(1, check_error)
 
 
-def test_an_error_that_is_its_own_cause_is_told_once():
+def test_an_error_that_is_its_own_cause_is_reported_once():
     error = ValueError("no such pixel")
     with pytest.raises(ValueError, match="no such pixel") as caught:
         raise error from error
@@ -321,31 +323,31 @@ def test_an_error_that_is_its_own_cause_is_told_once():
 def test_what_is_discarded_after_a_failure_is_closed_first():
     closed: list[str] = []
 
-    def held(name: str) -> SimpleNamespace:
+    def make_resource(name: str) -> SimpleNamespace:
         return SimpleNamespace(close=lambda: closed.append(name))
 
     host = RankServer(SimpleNamespace(recover=lambda: closed.append("recovered")))
-    host.get_kept(SimpleNamespace)["a"] = held("loop")
-    host.get_kept(object).update({"b": held("prediction"), "c": object()})
+    host.get_kept(SimpleNamespace)["a"] = make_resource("loop")
+    host.get_kept(object).update({"b": make_resource("prediction"), "c": object()})
     recover_and_reset(host)
     assert closed == ["recovered", "loop", "prediction"]
     assert not host.get_kept(SimpleNamespace)
     assert not host.get_kept(object)
 
 
-def test_an_error_of_the_first_rank_is_told_of_it():
-    def told(world: LoopbackWorld) -> tuple[str, bool]:
+def test_an_error_of_the_first_rank_is_reported_on_every_rank():
+    def read_failure(world: LoopbackWorld) -> tuple[str, bool]:
         with pytest.raises(ImageError) as caught:
             run_on_first(world, lambda: open_image("not/there"))
         return str(caught.value), Failure.of(caught.value).released
 
-    (first, *others) = run_ranks(3, told)
+    (first, *others) = run_ranks(3, read_failure)
     assert not first[1]
     assert others == [(first[0], True)] * 2
 
 
 def test_fewer_images_than_a_step_takes():
-    made = recipe(MODELS["classifier"], PLANS["one rank"])
+    made = make_recipe(MODELS["classifier"], PLANS["one rank"])
     with pytest.raises(ImageError, match=r"There are 3 images, but a step takes 4\. Use smaller batches"):
         run_ranks(
             1,
@@ -358,12 +360,12 @@ def test_fewer_images_than_a_step_takes():
 # ---- flags
 
 
-def chosen(*flags: str):
+def parse_flags(*flags: str):
     return train_command.make_train_parser().parse_args(flags)
 
 
 def test_the_predecessors_defaults():
-    given = chosen()
+    given = parse_flags()
     assert options.make_plan(given) == Plan()
     assert (given.batch_size, given.image_size, given.num_epochs, given.num_classes, given.app) == (
         32,
@@ -383,7 +385,7 @@ EVERY_FLAG = """
 
 
 def test_every_flag_of_the_predecessor_is_taken():
-    given = chosen(*EVERY_FLAG.split())
+    given = parse_flags(*EVERY_FLAG.split())
     assert options.make_plan(given) == Plan(
         split_size=3, spatial_size=2, num_spatial_parts=(4, 2), balance=(1, 2, 3), halo_d2=True, fused_layers=2,
         slice_method="vertical",
@@ -398,7 +400,7 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     made = [
-        train_images.make_dataset(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
+        train_images.make_dataset(parse_flags("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
         for app in (name, number)
     ]
     assert type(made[0]) is type(made[1])
@@ -408,13 +410,13 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
 
 def test_applications_that_do_not_fit(tmp_path: Path):
     with pytest.raises(PlanError, match=r"--app '4' is unknown. Choose one of 1, medical, 2"):
-        train_images.make_dataset(chosen("--app", "4"), 4)
+        train_images.make_dataset(parse_flags("--app", "4"), 4)
     for kind in ("a", "b"):
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     flags = ("--app", "1", "--datapath", str(tmp_path), "--num-classes", "1")
     with pytest.raises(PlanError, match=r"2 classes, but --num-classes is 1\. Use --num-classes 2"):
-        train_images.make_dataset(chosen(*flags), 4)
+        train_images.make_dataset(parse_flags(*flags), 4)
 
 
 # ---- as a shell starts it
@@ -423,7 +425,7 @@ FLAGS = ("--model", "resnet_v1", "--num-layers", 8, "--image-size", 16, "--batch
 
 
 @pytest.mark.nightly
-def test_a_training_is_told_as_the_predecessor_tells_it(mpiexec):
+def test_a_training_is_reported_as_by_the_predecessor(mpiexec):
     more = ("--num-epochs", 2, "--max-steps", 2, "-v", "--enable-master-comm-opt", "--learning-rate", 0.01)
     done = mpiexec(5, "-m", "mpi4dl_nb.engines", "train", *FLAGS, *more)
     assert done.returncode == 0, done.stderr

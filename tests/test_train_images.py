@@ -45,7 +45,7 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "table.csv"
 
 
-def unet() -> torch.nn.Module:
+def make_unet() -> torch.nn.Module:
     torch.manual_seed(0)
     return UNet(num_classes=2, width=4, depth=1)
 
@@ -54,7 +54,11 @@ def unet() -> torch.nn.Module:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
     images = Augmented(table_images(table, None, threshold=127), KINDS, SIZE)
-    made, numbers, draws = prepare(unet(), plan, (4, 3, *SIZE), device="cpu"), [5, 0, 7, 2], [11, 2**63 + 5, 13, 17]
+    made, numbers, draws = (
+        prepare(make_unet(), plan, (4, 3, *SIZE), device="cpu"),
+        [5, 0, 7, 2],
+        [11, 2**63 + 5, 13, 17],
+    )
     drawn, whole = list(zip(numbers, draws, strict=True)), Tile.whole(*SIZE)
     inputs = {
         "images": torch.stack([images.part(index, whole, draw) for index, draw in drawn]),
@@ -86,34 +90,36 @@ def test_images_travel_to_the_ranks_as_their_paths(table: Path):
 # ---- flags
 
 
-def chosen(*flags: object):
+def parse_flags(*flags: object):
     return train_command.make_train_parser().parse_args([str(flag) for flag in flags])
 
 
-def medical(table: Path, *flags: object):
+def make_medical_datasets(table: Path, *flags: object):
     app = ("--app", "medical", "--datapath", table, "--image-size", "24", "--num-classes", 2)
-    return train_images.make_datasets(chosen(*app, *flags), 4)
+    return train_images.make_datasets(parse_flags(*app, *flags), 4)
 
 
 def test_a_table_is_taken_where_a_folder_is(table: Path):
-    images, others = medical(table, "--mask-threshold", 127)
+    images, others = make_medical_datasets(table, "--mask-threshold", 127)
     assert (len(images), images.classes, others) == (8, 2, None)
     assert images.part(3, Tile.whole(*SIZE)).shape == (3, *SIZE)
     assert images.mask(3, Tile.whole(*SIZE)).unique().tolist() == [0, 1]
     with pytest.raises(ImageError, match=r"holds 255 at row \d+, column \d+, which is no class: there are 2"):
-        medical(table)[0].mask(3, Tile.whole(*SIZE))
+        make_medical_datasets(table)[0].mask(3, Tile.whole(*SIZE))
 
 
-def test_ignored_numbers_of_masks_are_told_by_a_flag(table: Path):
+def test_ignored_numbers_of_masks_are_given_by_a_flag(table: Path):
     whole = Tile.whole(*SIZE)
-    images, others = medical(table, "--mask-ignore", 255, "--held-out", 0.25, "--augment", "flip")
+    images, others = make_medical_datasets(table, "--mask-ignore", 255, "--held-out", 0.25, "--augment", "flip")
     assert images.mask(3, whole).unique().tolist() == others.mask(0, whole).unique().tolist() == [-100, 0]
     with pytest.raises(PlanError, match="--mask-ignore: 'void' is not whole numbers between commas"):
-        chosen("--mask-ignore", "void")
+        parse_flags("--mask-ignore", "void")
 
 
-def test_images_fit_as_they_are_told_to(table: Path):
-    scaled, cropped = (medical(table, "--mask-threshold", 127, "--fit", fit)[0] for fit in ("scale", "crop"))
+def test_images_fit_as_the_flag_says(table: Path):
+    scaled, cropped = (
+        make_medical_datasets(table, "--mask-threshold", 127, "--fit", fit)[0] for fit in ("scale", "crop")
+    )
     pixels = np.asarray(Image.open(table.parent / "3.png"))[8:32, 3:27]
     whole = Tile.whole(*SIZE)
     assert torch.equal(((cropped.part(3, whole) + 1) * 127.5).round().byte().permute(1, 2, 0), torch.tensor(pixels))
@@ -121,7 +127,9 @@ def test_images_fit_as_they_are_told_to(table: Path):
 
 
 def test_what_is_judged_by_is_held_out_by_slide_and_never_augmented(table: Path):
-    images, others = medical(table, "--mask-threshold", 127, "--held-out", 0.25, "--augment", "flip,rotate,stain,crop")
+    images, others = make_medical_datasets(
+        table, "--mask-threshold", 127, "--held-out", 0.25, "--augment", "flip,rotate,stain,crop"
+    )
     assert (len(images), len(others)) == (6, 2)
     assert not {images.slide(index) for index in range(6)} & {others.slide(index) for index in range(2)}
     whole = Tile.whole(*SIZE)
@@ -137,8 +145,8 @@ def test_what_is_judged_by_is_held_out_by_slide_and_never_augmented(table: Path)
 def test_crops_that_do_not_fit_are_said_before_training(table: Path):
     flags = ("--mask-threshold", 127, "--augment", "crop", "--image-size", "41x24")
     with pytest.raises(ImageError, match=r"0\.png has 40 x 30 pixels, of which no 41 x 24 can be cropped"):
-        medical(table, *flags)
-    images, _ = medical(table, *flags, "--on-bad-image", "skip")
+        make_medical_datasets(table, *flags)
+    images, _ = make_medical_datasets(table, *flags, "--on-bad-image", "skip")
     with pytest.raises(ImageError, match=r"3\.png has 40 x 30 pixels"):
         images.part(3, Tile.whole(41, 24), 0)
 
@@ -147,11 +155,11 @@ def test_validation_images_have_the_classes_of_the_training(tmp_path: Path):
     for name in ("train/ill/1.png", "train/well/1.png", "other/well/1.png"):
         (tmp_path / name).parent.mkdir(parents=True)
         Image.fromarray(np.zeros((24, 24, 3), np.uint8)).save(tmp_path / name)
-    images, others = medical(tmp_path / "train", "--validate-path", tmp_path / "other")
+    images, others = make_medical_datasets(tmp_path / "train", "--validate-path", tmp_path / "other")
     assert [images.label(0), images.label(1), others.label(0)] == [0, 1, 1]
     (tmp_path / "table.csv").write_text("path,label\nother/well/1.png,dead\n")
     with pytest.raises(ImageError, match="line 2: the label 'dead' is none of ill, well"):
-        medical(tmp_path / "train", "--validate-path", tmp_path / "table.csv")
+        make_medical_datasets(tmp_path / "train", "--validate-path", tmp_path / "table.csv")
 
 
 def test_folders_beside_cifar_keep_the_classes_of_the_training(tmp_path: Path):
@@ -159,7 +167,7 @@ def test_folders_beside_cifar_keep_the_classes_of_the_training(tmp_path: Path):
         (tmp_path / name).parent.mkdir(parents=True)
         Image.fromarray(np.zeros((24, 24, 3), np.uint8)).save(tmp_path / name)
     flags = ("--app", "cifar", "--datapath", tmp_path / "train", "--validate-path", tmp_path / "other")
-    assert train_images.make_datasets(chosen(*flags), 4)[1].label(0) == 1
+    assert train_images.make_datasets(parse_flags(*flags), 4)[1].label(0) == 1
 
 
 def test_the_test_batch_of_cifar_judges(tmp_path: Path):
@@ -168,7 +176,7 @@ def test_the_test_batch_of_cifar_judges(tmp_path: Path):
         records = random.integers(0, 256, (5, 3073), dtype=np.uint8)
         records[:, 0] = label
         records.tofile(tmp_path / f"{name}.bin")
-    flags = chosen("--app", "cifar", "--datapath", tmp_path, "--validate-path", tmp_path, "--augment", "flip")
+    flags = parse_flags("--app", "cifar", "--datapath", tmp_path, "--validate-path", tmp_path, "--augment", "flip")
     images, others = train_images.make_datasets(flags, 4)
     assert {images.label(index) for index in range(len(images))} == {3, 4}
     assert {others.label(index) for index in range(len(others))} == {7}
@@ -179,11 +187,11 @@ def test_the_test_batch_of_cifar_judges(tmp_path: Path):
 
 def test_flags_that_cannot_be(table: Path):
     with pytest.raises(PlanError, match=r"'spin' is none of flip, rotate, stain, brightness, contrast, crop"):
-        chosen("--augment", "flip,spin")
+        parse_flags("--augment", "flip,spin")
     with pytest.raises(PlanError, match=r"--augment crop takes parts of images .* only --app medical"):
-        train_images.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
+        train_images.make_datasets(parse_flags("--app", "synthetic", "--augment", "crop"), 4)
     with pytest.raises(PlanError, match=r"--validate-path pictures names images, but --app 3 makes random ones\. Give"):
-        train_images.make_datasets(chosen("--validate-path", "pictures"), 4)
+        train_images.make_datasets(parse_flags("--validate-path", "pictures"), 4)
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,27 @@ from mpi4dl_nb.engines.predict.machine import Machine, Speed
 _Measured = TypeVar("_Measured", Machine, Speed)
 
 
-def typical(machines: Sequence[Machine]) -> Machine:
+def compute_typical(machines: Sequence[Machine]) -> Machine:
     """The medians of all that was measured; the rest is the first one's.
 
     >>> one, two = (
     ...     Machine("x", "an example", {"pool": (Speed((8.0,), each, 1.0),)}, call_s=each) for each in (1.0, 3.0)
     ... )
-    >>> found = typical([one, two])
+    >>> found = compute_typical([one, two])
     >>> found.call_s, found.speeds["pool"][0].per_s
     (2.0, 2.0)
     """
     first = machines[0]
     speeds = {
-        kind: tuple(_medians(samples) for samples in zip(*(machine.speeds[kind] for machine in machines), strict=True))
+        kind: tuple(
+            _compute_medians(samples) for samples in zip(*(machine.speeds[kind] for machine in machines), strict=True)
+        )
         for kind in first.speeds
     }
-    return replace(_medians(machines), speeds=speeds)
+    return replace(_compute_medians(machines), speeds=speeds)
 
 
-def _medians(alike: Sequence[_Measured]) -> _Measured:
+def _compute_medians(alike: Sequence[_Measured]) -> _Measured:
     """Of those fields that are no whole numbers."""
     first = alike[0]
     measured = [field.name for field in fields(first) if isinstance(getattr(first, field.name), float)]

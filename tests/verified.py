@@ -58,39 +58,41 @@ STOCK_PLANS = ((2, "2x2"), (1, "1x3"), (1, "3x1"), (2, "2x3"), (1, "1x5"))  # st
 FUSED = {"before each layer": "", **{f"k = {k}": f"--halo-d2 --fused-layers {k}" for k in (1, 2, 3, 4)}}
 
 
-def own_rows() -> Iterator[str]:
+def make_own_rows() -> Iterator[str]:
     """One model and size in each row, one plan in each column."""
     heads = " | ".join(f"`{plan}`" for plan in PLANS)
     yield f"| largest gradient error seen | image | {heads} |\n|{'---|' * (2 + len(PLANS))}\n"
     for model, size in (*product((*RESNETS, UNET), SIZES), (AMOEBA, "128")):
         flags = shlex.split(f"{model} --image-size {size}")
-        cells = [gradient_error([*flags, *shlex.split(plan)]) for plan in PLANS]
+        cells = [measure_gradient_error([*flags, *shlex.split(plan)]) for plan in PLANS]
         yield f"| `{model}` | {size} | {' | '.join(cells)} |\n"
 
 
-def stock_rows() -> Iterator[str]:
+def make_stock_rows() -> Iterator[str]:
     """One model in each row, one plan in each column."""
     heads = [f"{grid}, {split} stage{'s' if split > 1 else ''}" for split, grid in STOCK_PLANS]
     yield f"| largest gradient error seen | image | {' | '.join(heads)} |\n|{'---|' * (2 + len(heads))}\n"
     for name, stock in (STOCK | AS_WRITTEN).items():
-        cells = [gradient_error(stock.flags(*plan)) for plan in STOCK_PLANS]
+        cells = [measure_gradient_error(stock.make_flags(*plan)) for plan in STOCK_PLANS]
         yield f"| {name} | {stock.size} | {' | '.join(cells)} |\n"
     for loss in LOSSES:
         segmenter = Stock("tests.zoo:Segmenter", {}, {}, per_pixel=True)
-        cells = [gradient_error([*segmenter.flags(*plan), "--dtype=float64"], loss) for plan in STOCK_PLANS]
+        cells = [
+            measure_gradient_error([*segmenter.make_flags(*plan), "--dtype=float64"], loss) for plan in STOCK_PLANS
+        ]
         yield f"| U-Net with MONAI {loss} | {segmenter.size} | {' | '.join(cells)} |\n"
 
 
-def combined_rows() -> Iterator[str]:
+def make_combined_rows() -> Iterator[str]:
     """One combination of parallelisms in each row."""
     head = "| combination | flags of `verify`, on as many ranks as it needs | largest gradient error seen |"
     yield f"{head}\n|---|---|---|\n"
     for name, plan in COMBINED.items():
         flags = shlex.split(f"--model mpi4dl_nb:resnet20_v1 --image-size 100x132 --batch-size 4 {plan}")
-        yield f"| {name} | `-n {_ranks(flags)} ... {plan}` | {gradient_error(flags)} |\n"
+        yield f"| {name} | `-n {_count_ranks(flags)} ... {plan}` | {measure_gradient_error(flags)} |\n"
 
 
-def fused_rows() -> Iterator[str]:
+def make_fused_rows() -> Iterator[str]:
     """One model in each row, a number of fused layers in each column."""
     head = "| largest gradient error seen; halo messages of all ranks in a step | image |"
     yield f"{head} {' | '.join(FUSED)} |\n|{'---|' * (2 + len(FUSED))}\n"
@@ -98,20 +100,20 @@ def fused_rows() -> Iterator[str]:
         rows = [
             shlex.split(f"{model} --image-size {size} --split-size 2 --slice-method 2x2 {k}") for k in FUSED.values()
         ]
-        cells = [f"{gradient_error(flags)}; {halo_messages(flags)}" for flags in rows]
+        cells = [f"{measure_gradient_error(flags)}; {count_halo_messages(flags)}" for flags in rows]
         yield f"| `{model}` | {size} | {' | '.join(cells)} |\n"
 
 
-def halo_messages(flags: Sequence[str]) -> int:
+def count_halo_messages(flags: Sequence[str]) -> int:
     """That all ranks send in a training step, forward and back."""
-    _, recipe = options.make_recipe(options.make_parser("").parse_args(flags), _ranks(flags))
+    _, recipe = options.make_recipe(options.make_parser("").parse_args(flags), _count_ranks(flags))
     programs = compile_plan(recipe.graph, recipe.plan)
     return sum(found["halo"].messages for found in map(count_traffic, programs) if "halo" in found)
 
 
-def gradient_error(flags: Sequence[str], loss: str = "") -> str:
+def measure_gradient_error(flags: Sequence[str], loss: str = "") -> str:
     """Of one run of `verify`, with a loss of MONAI's if one is named; where that finds anything wrong, it says so."""
-    ranks = _ranks(flags)
+    ranks = _count_ranks(flags)
     done = launch(
         ranks, ["-m", "tests.judged", loss, *flags] if loss else ["-m", "mpi4dl_nb.engines", "verify", *flags]
     )
@@ -120,12 +122,12 @@ def gradient_error(flags: Sequence[str], loss: str = "") -> str:
     return f"{line['grad_rel']:.0e}" if line["ok"] else WRONG
 
 
-def _ranks(flags: Sequence[str]) -> int:
+def _count_ranks(flags: Sequence[str]) -> int:
     return options.make_plan(options.make_parser("").parse_args(flags)).ranks
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "own": own_rows, "combined": combined_rows, "fused": fused_rows, "stock": stock_rows,
+    "own": make_own_rows, "combined": make_combined_rows, "fused": make_fused_rows, "stock": make_stock_rows,
 }  # fmt: skip
 
 

@@ -93,10 +93,10 @@ class ShiftedWindows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).permute(0, 2, 3, 1)
-        x = x + self.attended(self.norm(x))
+        x = x + self.compute_attention(self.norm(x))
         return functional.interpolate(self.head(x.permute(0, 3, 1, 2)), scale_factor=2)
 
-    def attended(self, x: Tensor) -> Tensor:
+    def compute_attention(self, x: Tensor) -> Tensor:
         """(N, H, W, C) -> the same."""
         window, shift = self.window, self.window // 2
         n, height, width, channels = x.shape

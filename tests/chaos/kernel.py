@@ -23,7 +23,7 @@ from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import SIGNALS, Fault, Images, list_family
 from tests.chaos.training import PLAN, SHAPE, make_model
 from tests.chaos.trial import GONE_S, HANG_AFTER_S, Verdict
-from tests.mpi import mpi_environment
+from tests.mpi import make_mpi_environment
 
 STEPS = 30
 _ENDS_S = 120
@@ -63,7 +63,7 @@ class Kernels:
 
     def _start_process(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.kernel", self.folder], text=True, env=mpi_environment(),
+            [sys.executable, "-m", "tests.chaos.kernel", self.folder], text=True, env=make_mpi_environment(),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state
 from tests.checkpoint.survivor import make_survivor
-from tests.survival import survive
+from tests.survival import kill_trainings
 
 MODEL = (
     "--model", "tests.checkpoint.survivor:make_survivor", "--image-size", 24, "--batch-size", 2, "--optimiser", "adam",
@@ -165,7 +165,7 @@ def test_flags_of_checkpoints_need_a_folder(flag: str):
 @pytest.mark.nightly
 def test_a_training_that_is_killed_resumes_every_time(tmp_path: Path):
     """Three times here; `python -m tests.survival` does it twenty times."""
-    report = survive(tmp_path, kills=3, seed=1)
+    report = kill_trainings(tmp_path, kills=3, seed=1)
     assert report.wrong == []
     assert sum(report.kills.values()) == 3
     assert report.resumed_at

@@ -13,12 +13,12 @@ from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
 from mpi4dl_nb.engines.images.augmented import KINDS, Augmented, restain
 from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages
 from mpi4dl_nb.engines.images.sample_data import compute_dab, immunohistochemistry
-from tests.sampling import trials
+from tests.sampling import set_trials
 
 SIDES = st.integers(1, 40)
 
 
-@trials(200)
+@set_trials(200)
 @given(st.tuples(SIDES, SIDES), st.sets(st.sampled_from(KINDS)), st.booleans(), st.integers(-(2**63), 2**64), st.data())
 def test_parts_of_any_grid_make_the_whole(source: tuple[int, int], kinds: set[str], crops: bool, draw: int, data):
     size = tuple(data.draw(st.integers(1, side)) for side in source) if crops else None

@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.images.examples import Example, ExampleImages
 from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.picture import open_image, read_shape
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, REGION, save_image
-from tests.sampling import trials
+from tests.sampling import set_trials
 
 
 def convert_to_bytes(part: torch.Tensor) -> NDArray[np.uint8]:
@@ -44,7 +44,7 @@ def _clip_span(span: Span, size: int) -> tuple[int, int]:
 
 
 @pytest.mark.sampled(3)
-@trials(60)
+@set_trials(60)
 @given(st.data())
 @pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)
 @pytest.mark.parametrize("fit", ["scale", "crop", "own size"])

@@ -23,7 +23,7 @@ from mpi4dl_nb.engines.models import UNet
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.train.training import cut_inputs
-from tests.exact import whole_numbers, with_whole_weights
+from tests.exact import make_whole_numbers, with_whole_weights
 from tests.inference.test_turns import fill_statistics
 from tests.inference.turning import predict_alone
 from tests.zoo import Segmenter
@@ -154,7 +154,7 @@ def test_what_was_sent_has_gone_before_a_prediction_ends(name: str):
 
 def test_whole_numbers_to_the_bit():
     model = with_whole_weights(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3, 2)))
-    images = whole_numbers(2, 3, 21, 30)
+    images = make_whole_numbers(2, 3, 21, 30)
     assert torch.equal(predict_on_ranks(model, PLANS["tiles"], images), predict_alone(model, images))
 
 

@@ -14,9 +14,9 @@ from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.inference.rank_predictor import prepare_prediction
 from mpi4dl_nb.engines.inference.tile_passes import TilePasses
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
-from tests.exact import whole_numbers, with_whole_weights
+from tests.exact import make_whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, predict_alone, predict_in_turn
-from tests.sampling import trials
+from tests.sampling import set_trials
 from tests.spatial.drawn import Calls, Geometry, generate_geometries, generate_images_on_grids, seeds
 from tests.zoo import Segmenter, Skips
 
@@ -37,26 +37,26 @@ def check(model: nn.Module, images: torch.Tensor, grid: Grid) -> int:
     return walks
 
 
-@trials(12)
+@set_trials(12)
 @given(shape=generate_geometries(), seed=seeds)
 def test_convolutions(shape: Geometry, seed: int):
     model = nn.Conv2d(2, 4, shape.kernel, shape.stride, shape.padding, shape.dilation, groups=2)
-    check(with_whole_weights(model, seed), whole_numbers(1, 2, *shape.image_px, seed=seed), shape.grid)
+    check(with_whole_weights(model, seed), make_whole_numbers(1, 2, *shape.image_px, seed=seed), shape.grid)
 
 
-@trials(8)
+@set_trials(8)
 @given(shape=generate_geometries(pool=True), seed=seeds)
 def test_max_pools(shape: Geometry, seed: int):
     pool = nn.MaxPool2d(shape.kernel, shape.stride, shape.padding, shape.dilation)
-    check(pool, whole_numbers(2, 2, *shape.image_px, seed=seed, low=-9, high=-1), shape.grid)
+    check(pool, make_whole_numbers(2, 2, *shape.image_px, seed=seed, low=-9, high=-1), shape.grid)
 
 
-@trials(8)
+@set_trials(8)
 @given(drawn=generate_images_on_grids(), kernel=st.integers(1, 4), stride=st.integers(1, 3), seed=seeds)
 def test_transposed_convolutions(drawn: tuple[Grid, tuple[int, int]], kernel: int, stride: int, seed: int):
     grid, size_px = drawn
     model = with_whole_weights(nn.ConvTranspose2d(2, 3, kernel, stride), seed)
-    check(model, whole_numbers(1, 2, *size_px, seed=seed), grid)
+    check(model, make_whole_numbers(1, 2, *size_px, seed=seed), grid)
 
 
 class Deep(nn.Module):
@@ -81,7 +81,7 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("size_px", [(41, 37), (33, 90)], ids=str)
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 3), Grid(7, 6)], ids=str)
 def test_many_layers_to_the_bit(size_px: tuple[int, int], grid: Grid):
-    assert check(with_whole_weights(Deep()), whole_numbers(1, 2, *size_px), grid) == 1
+    assert check(with_whole_weights(Deep()), make_whole_numbers(1, 2, *size_px), grid) == 1
 
 
 MODELS = {
@@ -202,4 +202,4 @@ def test_tiles_smaller_than_a_pixel_of_a_late_layer_are_refused():
 
 
 def test_a_pointwise_function_is_computed_too():
-    assert check(Calls(lambda x: (x * 2 + 1).abs()), whole_numbers(1, 2, 9, 11), Grid(3, 3)) == 1
+    assert check(Calls(lambda x: (x * 2 + 1).abs()), make_whole_numbers(1, 2, 9, 11), Grid(3, 3)) == 1

@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace_inference
 from mpi4dl_nb.engines.program.kernels import get_operator
-from tests.exact import whole_numbers
+from tests.exact import make_whole_numbers
 
 Forward = Callable[[Tensor], Tensor]
 SHAPE = (1, 2, 4, 4)
@@ -219,14 +219,14 @@ WRITES = [
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", ALIASES)
 def test_a_write_is_seen_by_every_name_or_refused(name: str, write: Callable[[Forward], Forward]):
-    is_refused(write(ALIASES[name]), whole_numbers(*SHAPE))
+    is_refused(write(ALIASES[name]), make_whole_numbers(*SHAPE))
 
 
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_is_nobodys_other_name(name: str, write: Callable[[Forward], Forward]):
-    assert not is_refused(write(COPIES[name]), whole_numbers(*SHAPE))
+    assert not is_refused(write(COPIES[name]), make_whole_numbers(*SHAPE))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -238,7 +238,7 @@ def test_a_grid_that_looks_at_the_axes_is_a_view_of_them(axis: int):
         axes[axis].mul_(3)
         return grids[0] + 7 * grids[1]
 
-    is_refused(forward, whole_numbers(*SHAPE))
+    is_refused(forward, make_whole_numbers(*SHAPE))
 
 
 # ---- any program of a few of these
@@ -273,7 +273,7 @@ def test_any_order_of_looks_and_writes_is_right_or_refused(program: list[tuple[s
         return torch.stack([value.sum() * (7 + index) for index, value in enumerate(values)]).sum()
 
     try:
-        forward(whole_numbers(*SHAPE))
+        forward(make_whole_numbers(*SHAPE))
     except (RuntimeError, IndexError):
         assume(False)  # a permutation of something that has no four axes by now
-    is_refused(forward, whole_numbers(*SHAPE))
+    is_refused(forward, make_whole_numbers(*SHAPE))

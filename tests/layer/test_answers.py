@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.graph.outputs import collect_tensors, get_prediction
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.exact import assert_exact, whole_numbers, with_whole_weights
+from tests.exact import assert_exact, make_whole_numbers, with_whole_weights
 
 
 @dataclass
@@ -91,7 +91,11 @@ SEVERAL: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("split", [1, 2])
 def test_several_answers_go_to_a_loss_that_takes_them(name: str, split: int):
     """Deep supervision: the loss begins behind the last of them, whichever was made first."""
-    model, images, labels = Answers(SEVERAL[name]), whole_numbers(1, 3, 8, 10), whole_numbers(1, 4, 8, 10, seed=1)
+    model, images, labels = (
+        Answers(SEVERAL[name]),
+        make_whole_numbers(1, 3, 8, 10),
+        make_whole_numbers(1, 4, 8, 10, seed=1),
+    )
     graph = trace(
         model, compute_deep_supervision, TensorSpec(images.shape, "float64"), TensorSpec(labels.shape, "float64")
     )

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
-from tests.exact import assert_exact, tiled, whole_numbers
+from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers
 from tests.layer.test_trace import Calls, trace_with_sum
 
 Forward = Callable[[Tensor], Tensor]
@@ -40,7 +40,7 @@ def make_counts(x: Tensor) -> Tensor:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KNOWN)
 def test_numbers_that_follow_from_shapes_are_known(name: str):
-    assert_exact(Calls(KNOWN[name]), whole_numbers(1, 2, 6, 6), tiled("2x1"))
+    assert_exact(Calls(KNOWN[name]), make_whole_numbers(1, 2, 6, 6), make_tiled_plan("2x1"))
 
 
 def choose_by_written(x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def test_a_number_that_is_only_looked_at_is_none_of_ours():
             str(y.mean().item())
             return y
 
-    assert_exact(Logs(), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+    assert_exact(Logs(), make_whole_numbers(1, 2, 4, 6), make_tiled_plan("1x2"))
 
 
 class Scaled(nn.Module):
@@ -99,7 +99,7 @@ class Scaled(nn.Module):
 
 
 def test_a_buffer_that_stays_may_decide():
-    assert_exact(Scaled(moves=False), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+    assert_exact(Scaled(moves=False), make_whole_numbers(1, 2, 4, 6), make_tiled_plan("1x2"))
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
@@ -261,7 +261,9 @@ def call_in_checkpoint(judge: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_reentrant_checkpoint_trains_what_one_process_trains():
-    assert_exact(Frozen(call_in_checkpoint).double(), whole_numbers(1, 2, 4, 6), tiled("1x2"), same=torch.allclose)
+    assert_exact(
+        Frozen(call_in_checkpoint).double(), make_whole_numbers(1, 2, 4, 6), make_tiled_plan("1x2"), same=torch.allclose
+    )
     names = {"weight", "bias"}
     expected = {f"model.{layer}.{name}" for layer in ("first", "judge") for name in names}
     assert trace_with_sum(Frozen(call_in_checkpoint)).trainable == expected
@@ -319,7 +321,7 @@ def test_the_same_numbers_are_one_constant_whose_type_stays():
     graph = trace_with_sum(forward)
     types = {graph.buffers[name].dtype: tensor.tolist() for name, tensor in graph.constants.items()}
     assert types == {"float32": [0.5, 0.25], "int64": [1, 0]}
-    assert_exact(Calls(forward), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+    assert_exact(Calls(forward), make_whole_numbers(1, 2, 4, 6), make_tiled_plan("1x2"))
 
 
 def test_regions_without_gradients_train_nothing():

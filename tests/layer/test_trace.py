@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
 from mpi4dl_nb.engines.models import resnet_v1
 from mpi4dl_nb.engines.program.kernels import get_operator
-from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
+from tests.exact import assert_exact, compute_weighted_sum, make_tiled_plan, make_whole_numbers
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -107,7 +107,7 @@ def test_a_written_name_means_the_result_from_then_on(name: str):
     """Run by our own worker on one rank, against PyTorch that did write in place."""
     model = IN_PLACE[name]
     after_a_layer = nn.Sequential(Calls(lambda x: x * 1), model if isinstance(model, nn.Module) else Calls(model))
-    assert_exact(after_a_layer.eval(), whole_numbers(1, 2, 4, 6), tiled("1x1"))
+    assert_exact(after_a_layer.eval(), make_whole_numbers(1, 2, 4, 6), make_tiled_plan("1x1"))
 
 
 def read_the_base(view: Callable[[Tensor], Tensor]) -> Forward:
@@ -180,7 +180,7 @@ def test_a_write_and_a_view_are_those_of_one_process_or_an_error(name: str, read
             trace_with_sum(forward)
     else:
         after_a_layer = nn.Sequential(Calls(lambda x: x * 1), Calls(forward))
-        assert_exact(after_a_layer, whole_numbers(1, 2, 6, 6), tiled("1x1"))
+        assert_exact(after_a_layer, make_whole_numbers(1, 2, 6, 6), make_tiled_plan("1x1"))
 
 
 def _is_traced(forward: Forward) -> bool:
@@ -248,7 +248,9 @@ def test_module_path_and_source_line_are_the_users():
 
 
 def test_a_plain_function_as_loss_is_not_called_the_model():
-    graph = trace(Nested(), weighted_sum, TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1, 2, 4, 4), "float64"))
+    graph = trace(
+        Nested(), compute_weighted_sum, TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1, 2, 4, 4), "float64")
+    )
     assert all("loss" in node.where for node in graph.nodes[-2:])
 
 

@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.outputs import call_loss, get_prediction, merge_outputs
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
-from tests.exact import assert_exact, whole_numbers, with_whole_weights
+from tests.exact import assert_exact, make_whole_numbers, with_whole_weights
 
 SHAPE = 2, 3, 8, 10
 
@@ -89,7 +89,7 @@ PLANS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_of_all_heads_trains_all_heads(kind: str):
-    images, labels = whole_numbers(*SHAPE), whole_numbers(2, 4, 8, 10, seed=1)
+    images, labels = make_whole_numbers(*SHAPE), make_whole_numbers(2, 4, 8, 10, seed=1)
     model = with_whole_weights(TwoHeads(kind))
     graph = trace(model, compute_weighted_sum, TensorSpec(SHAPE, "float64"), TensorSpec(labels.shape, "float64"))
     assert {"model.aux.weight", "model.logits.weight"} < graph.trainable
@@ -99,7 +99,7 @@ def test_a_loss_of_all_heads_trains_all_heads(kind: str):
 
 
 def test_an_output_is_unpacked_in_the_loss():
-    images, labels = whole_numbers(*SHAPE), whole_numbers(2, 4, 8, 10, seed=1)
+    images, labels = make_whole_numbers(*SHAPE), make_whole_numbers(2, 4, 8, 10, seed=1)
     assert_exact(with_whole_weights(TwoHeads("named tuple")), images, PLANS["stages"], labels, unpack_and_sum)
 
 

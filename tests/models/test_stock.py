@@ -8,7 +8,7 @@ from torch import nn
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.train.verify import verify
-from tests.judged import judged
+from tests.judged import prepare_with_monai_loss
 from tests.stock import AS_WRITTEN, LOSSES, MORE, STOCK, Stock
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those packages' own
@@ -23,7 +23,7 @@ CASES = [*((name, 1, stock.grid) for name, stock in MODELS.items()), *((name, 2,
 def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
     """From the flags of the command line, over threads."""
     pytest.importorskip(MODELS[name].package)
-    flags = [*MODELS[name].flags(split, grid, narrow=True), "--dtype=float64", "--device=cpu"]
+    flags = [*MODELS[name].make_flags(split, grid, narrow=True), "--dtype=float64", "--device=cpu"]
     chosen = options.make_parser("").parse_args(flags)
     ranks = options.make_plan(chosen).ranks
     model, recipe = options.make_recipe(chosen, ranks)
@@ -36,6 +36,8 @@ def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
 def test_losses_of_monai_on_tiles(name: str):
     pytest.importorskip("monai")
     segmenter = Stock("tests.zoo:Segmenter", {}, {}, small="36x44", per_pixel=True)
-    model, loss, recipe = judged(name, [*segmenter.flags(2, "2x1", narrow=True), "--dtype=float64", "--device=cpu"])
+    model, loss, recipe = prepare_with_monai_loss(
+        name, [*segmenter.make_flags(2, "2x1", narrow=True), "--dtype=float64", "--device=cpu"]
+    )
     line, *_ = run_ranks(recipe.plan.ranks, lambda world: verify(world, recipe, model, loss, 0))
     assert line["ok"], line

@@ -17,8 +17,8 @@ from torch import nn
 
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.engines.errors import RankError
-from tests.hosts import left_behind
-from tests.namespaces import namespaces, why_not
+from tests.hosts import list_processes_left
+from tests.namespaces import find_obstacle, open_namespaces
 
 N, SHAPE = 2, (2, 3, 12, 12)
 PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical", precision="float64")
@@ -27,10 +27,10 @@ NAMED = r"Rank 1: its host node2 \(rank 1\) has not answered for \d\.\d s: it is
 
 @pytest.fixture(scope="module")
 def hosts():
-    if why := why_not():
+    if why := find_obstacle():
         pytest.skip(why)
     local_ips()  # Jupyter keeps them, and the hosts' network comes later
-    with namespaces(2) as hosts:
+    with open_namespaces(2) as hosts:
         yield hosts
 
 
@@ -73,7 +73,7 @@ def test_a_training_runs_across_hosts_and_goes_on_without_the_one_that_is_cut_of
         assert sorted(cluster.call(place)) == [("node1", 0), ("node2", 0)]
         assert Training(make_net(), PLAN, cluster, SHAPE).verify()["ok"]
 
-        hosts.link("node2", up=False)
+        hosts.set_link("node2", up=False)
         start_s = time.monotonic()
         with pytest.raises(RankError, match=NAMED) as told:
             cluster.call(lambda host: host.world.all_gather(None))
@@ -82,4 +82,4 @@ def test_a_training_runs_across_hosts_and_goes_on_without_the_one_that_is_cut_of
 
         cluster.heal()
         assert sorted(cluster.call(place)) == [("node1", 0), ("node1", 1)]
-    assert not left_behind(hosts, ["node1"], 10.0)
+    assert not list_processes_left(hosts, ["node1"], 10.0)

@@ -23,7 +23,7 @@ from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import find_startup_cause, format_excerpt
 from mpi4dl_nb.training.training import Training
-from tests.start_failures import CASES, failure
+from tests.start_failures import CASES, measure_failure
 
 
 @pytest.mark.sampled(1)
@@ -32,7 +32,7 @@ def test_a_start_that_fails_says_why_at_once_and_leaves_nothing(name, tmp_path, 
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     before = list_family()
-    seconds, said = failure(name, tmp_path)
+    seconds, said = measure_failure(name, tmp_path)
     assert re.search(CASES[name].says, said), said
     assert seconds < CASES[name].within_s
     printed = capfd.readouterr().err

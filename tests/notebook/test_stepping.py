@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.errors import ImageError, LossError, PlanError
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.training.step_debugger import StepDebugger
-from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
+from tests.exact import Same, close, compute_weighted_sum, make_whole_numbers, with_whole_weights
 
 TILES = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1), precision="float64")
 PIPED = replace(TILES, split_size=3, slice_method="1x2", balance=(1, 1, 1), parts=2, schedule="1f1b")
@@ -55,7 +55,7 @@ def make_normed_net() -> nn.Module:
 
 
 def make_batch(seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
-    return whole_numbers(count, *SHAPE[1:], seed=seed), whole_numbers(count, 4, 4, 7, seed=seed + 1)
+    return make_whole_numbers(count, *SHAPE[1:], seed=seed), make_whole_numbers(count, 4, 4, 7, seed=seed + 1)
 
 
 def make_loss() -> nn.Module:
@@ -333,7 +333,7 @@ def make_whole_net() -> nn.Module:
 def walk_with_hooks(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[str, Tensor]]:
     """A walked step of a model in whole numbers, and what hooks saw in the plain model."""
     model = make_whole_net()
-    images, labels = whole_numbers(*SHAPE), whole_numbers(2, 2, 5, 7, seed=1)
+    images, labels = make_whole_numbers(*SHAPE), make_whole_numbers(2, 2, 5, 7, seed=1)
     plain, seen = copy.deepcopy(model), {}
 
     def keep(name: str, _module: object, _given: object, made: Tensor) -> None:
@@ -342,9 +342,9 @@ def walk_with_hooks(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[st
 
     for name, module in plain.named_children():
         module.register_forward_hook(partial(keep, name))
-    weighted_sum(plain(images), labels).backward()
+    compute_weighted_sum(plain(images), labels).backward()
     training = Training(
-        model, plan, cluster, SHAPE, loss=make_loss(), labels=TensorSpec(tuple(labels.shape), "float64")
+        model, plan, cluster, SHAPE, make_loss=make_loss(), labels=TensorSpec(tuple(labels.shape), "float64")
     )
     return training.stepping(images, labels), seen
 

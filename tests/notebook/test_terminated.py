@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.train.interrupts import Interrupts
 from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import SHAPE, make_batches, make_model
-from tests.mpi import mpi_environment
+from tests.mpi import make_mpi_environment
 from tests.notebook.test_healing import PLAN
 
 STEPS = 400
@@ -50,7 +50,7 @@ def start_script(folder: Path, backend: str, every: int) -> subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=mpi_environment(),
+        env=make_mpi_environment(),
         start_new_session=True,
     )
     for _ in range(5):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan.make_schedule import make_schedule
 from mpi4dl_nb.engines.plan.schedule import SCHEDULES, ActionKind, Batch, PipelineAction, Schedule, Slot
-from tests.sampling import trials
+from tests.sampling import set_trials
 
 Stages = list[tuple[int, ...]]
 
@@ -199,7 +199,7 @@ def draw_training_steps(draw) -> tuple[str, list[Stages], list[Batch]]:
 
 
 @given(draw_training_steps())
-@trials(300)
+@set_trials(300)
 def test_each_rank_does_all_its_work_once_and_one_thing_at_a_time(step):
     name, placement, batches = step
     made = make_schedule(*step)
@@ -227,7 +227,7 @@ def find_slots(made: Schedule) -> dict[PipelineAction, Slot]:
 
 
 @given(draw_training_steps())
-@trials(300)
+@set_trials(300)
 def test_nothing_is_done_before_what_it_needs(step):
     name, placement, _ = step
     when = find_slots(make_schedule(*step))
@@ -245,7 +245,7 @@ def test_nothing_is_done_before_what_it_needs(step):
 
 
 @given(draw_training_steps())
-@trials(300)
+@set_trials(300)
 def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_next(step):
     made, numbers = make_schedule(*step), {}
     for work, slot in sorted(find_slots(made).items(), key=lambda each: each[1].start):
@@ -261,7 +261,7 @@ def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_ne
 
 @pytest.mark.parametrize("name", [name for name, rule in SCHEDULES.items() if rule.drains])
 @given(step=draw_training_steps())
-@trials(100)
+@set_trials(100)
 def test_a_stage_drains_only_what_it_has_filled(name, step):
     _, placement, batches = step
     placement = placement * (1 + (len(placement) == 1))
@@ -276,7 +276,7 @@ def test_a_stage_drains_only_what_it_has_filled(name, step):
 
 
 @given(draw_training_steps())
-@trials(300)
+@set_trials(300)
 def test_no_rank_holds_more_than_it_may(step):
     name, placement, batches = step
     made = make_schedule(*step)

@@ -29,15 +29,15 @@ from mpi4dl_nb.engines.program.program import Program, count_traffic
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import verify
-from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
+from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers, with_whole_weights
 from tests.predict.measured import get_live_values
-from tests.sampling import trials
+from tests.sampling import set_trials
 from tests.spatial.drawn import Calls, Geometry, generate_geometries, seeds
 from tests.zoo import Segmenter, Skips
 
 
 def make_overlapping_plan(grid: object, fused: int = 0) -> Plan:
-    return replace(tiled(grid, fused), overlap_halos=True)
+    return replace(make_tiled_plan(grid, fused), overlap_halos=True)
 
 
 def compile_program(model: nn.Module, plan: Plan, rank: int = 0) -> Program:
@@ -105,7 +105,10 @@ class Read(nn.Module):
     ids=["no halo", "a tile without interior", "a sum over ranks", "a mean"],
 )
 def test_what_cannot_be_split_stays_as_it_was(model: nn.Module, grid: str):
-    assert compile_program(model, make_overlapping_plan(grid), 1).steps == compile_program(model, tiled(grid), 1).steps
+    assert (
+        compile_program(model, make_overlapping_plan(grid), 1).steps
+        == compile_program(model, make_tiled_plan(grid), 1).steps
+    )
 
 
 @pytest.mark.nightly
@@ -120,7 +123,9 @@ def test_readers_that_read_alike_share_strips_and_others_do_not():
 @pytest.mark.parametrize("model", [UNet(num_classes=3, width=2), Skips()], ids=["UNet", "Skips"])
 @pytest.mark.parametrize("grid", ["2x2", "1x3"])
 def test_no_message_more(model: nn.Module, grid: str):
-    option, plain = (prepare(model, plan, (2, 3, 24, 28)) for plan in (make_overlapping_plan(grid), tiled(grid)))
+    option, plain = (
+        prepare(model, plan, (2, 3, 24, 28)) for plan in (make_overlapping_plan(grid), make_tiled_plan(grid))
+    )
     programs = zip(compile_plan(option.graph, option.plan), compile_plan(plain.graph, plain.plan), strict=True)
     for one, other in programs:
         assert list_halves(one)
@@ -131,32 +136,32 @@ def test_no_message_more(model: nn.Module, grid: str):
 
 
 @pytest.mark.nightly
-@trials(25)
+@set_trials(25)
 @given(g=generate_geometries(), groups=st.integers(1, 2), seed=seeds)
 @example(g=Geometry(Grid(2, 2), (9, 12), (5, 6), (3, 3), (2, 2), (1, 1), (1, 1), (0, 1)), groups=2, seed=0)
 def test_convolution(g: Geometry, groups: int, seed: int):
     conv = nn.Conv2d(groups, groups, g.kernel, g.stride, g.padding, g.dilation, groups)
-    pixels = whole_numbers(2, groups, *g.image_px, seed=seed)
+    pixels = make_whole_numbers(2, groups, *g.image_px, seed=seed)
     assert_exact(with_whole_weights(conv, seed), pixels, make_overlapping_plan(g.grid))
 
 
 @pytest.mark.nightly
-@trials(10)
+@set_trials(10)
 @given(g=generate_geometries(pool=True, dilated=False), seed=seeds)
 def test_pools(g: Geometry, seed: int):
     settings = g.kernel, g.stride, g.padding
-    pixels = whole_numbers(1, 2, *g.image_px, seed=seed)
+    pixels = make_whole_numbers(1, 2, *g.image_px, seed=seed)
     assert_exact(nn.MaxPool2d(*settings), pixels, make_overlapping_plan(g.grid))
     divided = Calls(lambda x: functional.avg_pool2d(x, *settings, divisor_override=1))
     assert_exact(divided, pixels, make_overlapping_plan(g.grid))
 
 
 @pytest.mark.nightly
-@trials(10)
+@set_trials(10)
 @given(g=generate_geometries(), seed=seeds)
 def test_transposed_convolution(g: Geometry, seed: int):
     conv = nn.ConvTranspose2d(2, 1, g.kernel, g.stride, g.padding, g.spare_px, dilation=g.dilation)
-    pixels = whole_numbers(1, 2, *g.out_px, seed=seed)
+    pixels = make_whole_numbers(1, 2, *g.out_px, seed=seed)
     assert_exact(with_whole_weights(conv, seed), pixels, make_overlapping_plan(g.grid))
 
 
@@ -166,7 +171,7 @@ def test_transposed_convolution(g: Geometry, seed: int):
 def test_values_that_several_layers_read(grid: str, fused: int):
     first = Read(nn.Conv2d(3, 2, 3, padding=1), nn.MaxPool2d(3, 1, 1), nn.Conv2d(3, 2, (3, 5), padding=(1, 2)))
     model = nn.Sequential(first, nn.ReLU(), Read(nn.Conv2d(7, 2, 3, padding=1), nn.Conv2d(7, 2, 3, padding=1)))
-    assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), make_overlapping_plan(grid, fused))
+    assert_exact(with_whole_weights(model), make_whole_numbers(1, 3, 19, 22), make_overlapping_plan(grid, fused))
 
 
 @pytest.mark.nightly
@@ -232,7 +237,7 @@ class Net(nn.Module):
 @pytest.mark.nightly
 def test_a_step_given_up_between_halves_leaves_nothing_behind():
     recipe = prepare(Net().double(), make_overlapping_plan("1x2"), (1, 3, 16, 20), lambda x, _: x.sum(), device="cpu")
-    images, labels = whole_numbers(1, 3, 16, 20), torch.tensor([1])
+    images, labels = make_whole_numbers(1, 3, 16, 20), torch.tensor([1])
 
     def work(world: LoopbackWorld) -> tuple[float, float]:
         training, fresh = RankTraining(world, recipe), RankTraining(world, recipe)

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.segment import _INTO, find_out_kernel, find_output_allocators
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
+from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers, with_whole_weights
 
 RANKS = 4
 
@@ -48,7 +48,7 @@ def prepare_exchanges(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[lis
 
 def run_on_ranks(work):
     net = Net()
-    recipe = prepare(net, tiled("2x2"), (1, 3, 9, 10))
+    recipe = prepare(net, make_tiled_plan("2x2"), (1, 3, 9, 10))
     return run_ranks(RANKS, lambda world: work(*prepare_exchanges(world, net, recipe)))
 
 
@@ -93,7 +93,7 @@ def test_a_room_serves_its_own_value_once():
 
 def test_the_net_is_exact():
     for grid in ("2x2", "1x3", "3x1"):
-        assert_exact(with_whole_weights(Net()), whole_numbers(2, 3, 9, 10), tiled(grid))
+        assert_exact(with_whole_weights(Net()), make_whole_numbers(2, 3, 9, 10), make_tiled_plan(grid))
 
 
 class Skips(nn.Module):
@@ -112,9 +112,9 @@ class Skips(nn.Module):
 
 def test_activations_and_skips_get_room_and_stay_exact():
     net = Skips()
-    recipe = prepare(net, tiled("2x2"), (1, 3, 9, 10))
+    recipe = prepare(net, make_tiled_plan("2x2"), (1, 3, 9, 10))
     assert run_ranks(RANKS, lambda world: prepare_exchanges(world, net, recipe)[1]) == [["leaky_relu", "cat"]] * RANKS
-    assert_exact(with_whole_weights(net), whole_numbers(2, 3, 9, 10), tiled("2x2"))
+    assert_exact(with_whole_weights(net), make_whole_numbers(2, 3, 9, 10), make_tiled_plan("2x2"))
 
 
 def test_relu_into_room_is_relu():

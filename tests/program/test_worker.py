@@ -23,7 +23,7 @@ from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.program.worker import Worker
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import cut_inputs
-from tests.exact import whole_numbers
+from tests.exact import make_whole_numbers
 
 
 class Net(nn.Module):
@@ -50,7 +50,7 @@ PLANS = {
     ),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-BATCH = {"images": whole_numbers(2, 3, 8, 6), "labels": torch.tensor([1, 4])}
+BATCH = {"images": make_whole_numbers(2, 3, 8, 6), "labels": torch.tensor([1, 4])}
 
 
 @cache

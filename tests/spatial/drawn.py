@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpi4dl_nb.engines.geometry.tiles import Grid, split_axis
 from mpi4dl_nb.engines.geometry.windows import SlidingWindow, compute_halo_widths
-from tests.exact import assert_exact, tiled
+from tests.exact import assert_exact, make_tiled_plan
 
 Pair = tuple[int, int]
 seeds = st.integers(0, 2**16)
@@ -108,4 +108,4 @@ def check(
 ) -> None:
     """The model on tiles is the model on the whole image; `fused` layers share an exchange, if any."""
     module = model if isinstance(model, nn.Module) else Calls(model)
-    assert_exact(module, images, tiled(grid, fused), **how)
+    assert_exact(module, images, make_tiled_plan(grid, fused), **how)

@@ -30,8 +30,8 @@ from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.kernels import pad_pixels
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from mpi4dl_nb.engines.program.worker import Worker
-from tests.exact import finish, whole_numbers
-from tests.sampling import trials
+from tests.exact import finish, make_whole_numbers
+from tests.sampling import set_trials
 
 AXES = {"a share of the batch": (-4,), "a tile": (-2, -1), "a block": (-3, -2, -1), "all axes": (-4, -3, -2, -1)}
 DIMENSIONS = {(-3, -2, -1): 5}  # (N, C, D, H, W); the others are (N, C, H, W)
@@ -105,12 +105,12 @@ def layer() -> Iterator[None]:
 @contextmanager
 def run_in_one_process(case: Case) -> Iterator[tuple[Tensor, Tensor]]:
     """The input with its gradient, and the result."""
-    x = whole_numbers(*case.get_shape(0), seed=1).requires_grad_()
+    x = make_whole_numbers(*case.get_shape(0), seed=1).requires_grad_()
     y = x
     for rules in case.layers:
         margins = tuple((rule.padding, rule.padding) for rule in rules)
         y = sum_windows(pad_pixels(y, margins, case.fill, case.axes), rules, case.axes)
-    (y * whole_numbers(*y.shape, seed=2)).sum().backward()
+    (y * make_whole_numbers(*y.shape, seed=2)).sum().backward()
     yield x, y
 
 
@@ -154,11 +154,11 @@ def run_case(world: LoopbackWorld, case: Case, wholes: dict[str, Tensor]) -> tup
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_ranks_compute_the_whole_to_the_bit(axes: Axes):
-    @trials(40)
+    @set_trials(40)
     @given(case=generate_cases(axes))
     def check(case: Case) -> None:
         with run_in_one_process(case) as (x, y):
-            wholes = {"x": x.detach(), "weights": whole_numbers(*y.shape, seed=2)}
+            wholes = {"x": x.detach(), "weights": make_whole_numbers(*y.shape, seed=2)}
             runs = run_ranks(case.grid.tiles, lambda world: run_case(world, case, wholes))
             for rank, (made, loss, grad) in enumerate(runs):
                 program, out = build_program(case, rank)

@@ -13,8 +13,8 @@ from torch import Tensor
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from tests.exact import assert_exact, ready, tiled, whole_numbers
-from tests.sampling import trials
+from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers, prepare_worker
+from tests.sampling import set_trials
 from tests.spatial.drawn import Calls, Pair, check, generate_images_on_grids, seeds
 
 Write = Callable[[Tensor, Tensor], None]
@@ -100,19 +100,19 @@ WRITES: dict[str, Write] = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
-@trials(3)
+@set_trials(3)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_assignment(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 3)
-    check(make_forward(WRITES[name]), whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(make_forward(WRITES[name]), make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_assignment_on_uneven_tiles_and_strips(name: str):
     for grid in ("2x3", "4x1", "1x5"):
-        check(make_forward(WRITES[name]), whole_numbers(2, 4, 7, 11), Grid(*map(int, grid.split("x"))))
+        check(make_forward(WRITES[name]), make_whole_numbers(2, 4, 7, 11), Grid(*map(int, grid.split("x"))))
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 1), Grid(1, 2)])
@@ -123,7 +123,7 @@ def test_a_list_of_lines_by_one_pixel_of_each(grid: Grid):
         y[:, :, [2, 0]] = x[:, :, [1, 2], :1] * 3
         y[..., [3, 1]] = x[..., :1, [0, 2]]
 
-    check(make_forward(write), whole_numbers(2, 4, 6, 8), grid)
+    check(make_forward(write), make_whole_numbers(2, 4, 6, 8), grid)
 
 
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -141,12 +141,12 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PICKS)
-@trials(3)
+@set_trials(3)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_picks(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 3)
-    check(PICKS[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(PICKS[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 def swap_halves(x: Tensor) -> Tensor:
@@ -193,12 +193,12 @@ NEW = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NEW)
-@trials(6)
+@set_trials(6)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_what_is_written_into_new_memory(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 3)
-    check(NEW[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(NEW[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 @pytest.mark.sampled(3)
@@ -214,17 +214,17 @@ def test_assignment_between_convolutions(name: str, how: dict[str, object]):
             self.first = torch.nn.Conv2d(4, 4, 3, padding=1, bias=False).double()
             self.last = torch.nn.Conv2d(4, 2, 3, padding=1).double()
             for index, weight in enumerate(self.parameters()):
-                weight.data = whole_numbers(*weight.shape, seed=index, low=-1, high=1)
+                weight.data = make_whole_numbers(*weight.shape, seed=index, low=-1, high=1)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(write(self.first(x)))
 
     plan = Plan(split_size=1, spatial_size=1, slice_method="2x2", precision="float64", **how)
-    assert_exact(Between(), whole_numbers(2, 4, 11, 9), plan)
+    assert_exact(Between(), make_whole_numbers(2, 4, 11, 9), plan)
 
 
 @given(low=st.integers(0, 9), high=st.integers(0, 9), step=st.integers(1, 4), axis=st.sampled_from([2, 3]), seed=seeds)
-@trials(40)
+@set_trials(40)
 def test_any_slice(low: int, high: int, step: int, axis: int, seed: int):
     """Also those that lie in one tile, or that leave a tile out."""
     size = len(range(9)[low:high:step])
@@ -235,7 +235,7 @@ def test_any_slice(low: int, high: int, step: int, axis: int, seed: int):
         place[axis] = slice(low, high, step)
         y[tuple(place)] = x.narrow(axis, 0, size) * 3
 
-    check(make_forward(write), whole_numbers(1, 2, 9, 9, seed=seed), Grid(3, 3))
+    check(make_forward(write), make_whole_numbers(1, 2, 9, 9, seed=seed), Grid(3, 3))
 
 
 def test_what_is_written_through_a_view_is_seen_through_others():
@@ -247,7 +247,7 @@ def test_what_is_written_through_a_view_is_seen_through_others():
         turned[..., 0].add_(1)
         return y + seen.sum(1, keepdim=True) + turned.permute(0, 3, 1, 2)
 
-    check(forward, whole_numbers(2, 4, 7, 6), Grid(2, 2))
+    check(forward, make_whole_numbers(2, 4, 7, 6), Grid(2, 2))
 
 
 def test_rows_that_are_not_known_before_are_refused():
@@ -259,7 +259,7 @@ def test_rows_that_are_not_known_before_are_refused():
         return y
 
     with pytest.raises(TraceError, match="not known before"):
-        assert_exact(Calls(forward), whole_numbers(1, 2, 150, 140), plan)
+        assert_exact(Calls(forward), make_whole_numbers(1, 2, 150, 140), plan)
 
 
 def test_rows_that_are_written_twice_are_refused():
@@ -272,14 +272,14 @@ def test_rows_that_are_written_twice_are_refused():
         return y
 
     with pytest.raises(TraceError, match="writes to a row or column twice"):
-        assert_exact(Calls(forward), whole_numbers(1, 2, 150, 140), plan)
+        assert_exact(Calls(forward), make_whole_numbers(1, 2, 150, 140), plan)
 
 
 @pytest.mark.parametrize("number", [6, -7])
 def test_rows_that_an_image_does_not_have_are_refused(number: int):
     """One process fails when it runs; counted in a circle, they would be other rows."""
-    image, place = whole_numbers(1, 2, 6, 8), (ALL, ALL, [0, number])
+    image, place = make_whole_numbers(1, 2, 6, 8), (ALL, ALL, [0, number])
     index = torch.tensor(place[2])
     for forward in (make_forward(set_to(place)(4)), lambda x: 2 * x[place], lambda x: (2 * x).index_fill(2, index, 4)):
         with pytest.raises(TraceError, match=rf"aten.index.* picks number {number} of 6 .*numbers from -6 to 5"):
-            ready(Calls(forward), image, image[:, :, :1], tiled("2x1"))
+            prepare_worker(Calls(forward), image, image[:, :, :1], make_tiled_plan("2x1"))

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
-from tests.exact import close, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import close, make_whole_numbers, with_whole_weights
+from tests.sampling import set_trials
 from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
@@ -128,20 +128,20 @@ CLOSE = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*SHAPES, *ALONG])
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_channels_and_batch(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check({**SHAPES, **ALONG}[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check({**SHAPES, **ALONG}[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
 def test_sums_whose_axes_are_permuted_in_memory(grid: Grid):
     """`einsum` computes the result, and its gradient arrives, in another order of axes."""
-    check(lambda x: torch.einsum("bkhw,bchw->bck", 2 * x[:, :2], x), whole_numbers(2, 4, 6, 8), grid)
+    check(lambda x: torch.einsum("bkhw,bchw->bck", 2 * x[:, :2], x), make_whole_numbers(2, 4, 6, 8), grid)
     check(
         lambda x: torch.einsum("bkhw,bchw->bck", 2 * x[:, :2], x).mT.tanh(),
-        whole_numbers(2, 4, 6, 8) / 64,
+        make_whole_numbers(2, 4, 6, 8) / 64,
         grid,
         same=close,
     )
@@ -154,7 +154,7 @@ def test_several_values_that_are_broadcast(name: str, grid: Grid):
 
     An exchange follows, which carries a gradient only if one is known to come.
     """
-    check(lambda x: (y := BROADCAST[name](x)) + y.flip(3), whole_numbers(2, 4, 6, 8), grid)
+    check(lambda x: (y := BROADCAST[name](x)) + y.flip(3), make_whole_numbers(2, 4, 6, 8), grid)
 
 
 def find_largest_channel(x: Tensor) -> Tensor:
@@ -176,21 +176,21 @@ FIRST_PIXELS = {
 @pytest.mark.parametrize("name", FIRST_PIXELS)
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
 def test_an_index_of_the_first_pixels_is_not_broadcast(name: str, grid: Grid):
-    check(FIRST_PIXELS[name], whole_numbers(2, 4, 6, 8), grid)
+    check(FIRST_PIXELS[name], make_whole_numbers(2, 4, 6, 8), grid)
 
 
 def test_an_index_of_the_first_pixels_of_a_large_image_is_refused():
     with pytest.raises(TraceError, match=r"aten\.scatter\.value .* does not broadcast .* \(1, 1, 1, 1\): expand it"):
-        check(FIRST_PIXELS["scatter of a number"], whole_numbers(1, 2, 150, 140), Grid(2, 1))
+        check(FIRST_PIXELS["scatter of a number"], make_whole_numbers(1, 2, 150, 140), Grid(2, 1))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLOSE)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_functions_of_channels(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(CLOSE[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+    check(CLOSE[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
 
 
 class Mixer(nn.Module):
@@ -204,11 +204,11 @@ class Mixer(nn.Module):
         return x + self.narrow(torch.relu(self.wide(x.permute(LAST)))).permute(FIRST)
 
 
-@trials(12)
+@set_trials(12)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_a_perceptron_on_each_pixel(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(Mixer(), seed), whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(with_whole_weights(Mixer(), seed), make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 class Places(nn.Module):
@@ -218,18 +218,18 @@ class Places(nn.Module):
         super().__init__()
         self.code = nn.Parameter(torch.empty(2, height, width))
         self.row = nn.Parameter(torch.empty(height, 1))
-        self.register_buffer("mask", whole_numbers(1, 1, height, width, seed=5))
+        self.register_buffer("mask", make_whole_numbers(1, 1, height, width, seed=5))
 
     def forward(self, x: Tensor) -> Tensor:
         cols = torch.arange(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape[0], 1, *x.shape[2:])
         return torch.cat([(x + self.code) * self.mask, x * self.row, cols, torch.stack([x, 0 * x + self.code])[0]], 1)
 
 
-@trials(20)
+@set_trials(20)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_each_tile_takes_its_own_part_of_what_depends_on_the_place(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(Places(*size_px), seed), whole_numbers(3, 2, *size_px, seed=seed), grid)
+    check(with_whole_weights(Places(*size_px), seed), make_whole_numbers(3, 2, *size_px, seed=seed), grid)
 
 
 class Scaled(nn.Module):
@@ -246,4 +246,4 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("shape", [(), (4, 1, 1), (1, 4, 1, 1)])
 def test_casts_to_the_type_of_another_value(shape: tuple[int, ...]):
-    check(with_whole_weights(Scaled(*shape)), whole_numbers(2, 4, 6, 8), Grid(2, 2))
+    check(with_whole_weights(Scaled(*shape)), make_whole_numbers(2, 4, 6, 8), Grid(2, 2))

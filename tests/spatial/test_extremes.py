@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb.engines.geometry.tiles import Grid
-from tests.exact import close, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import close, make_whole_numbers, with_whole_weights
+from tests.sampling import set_trials
 from tests.spatial.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 EXTREMES = {
@@ -35,12 +35,12 @@ EXTREMES = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXTREMES)
-@trials(8)
+@set_trials(8)
 @given(case=generate_images_on_grids(), high=st.sampled_from([0, 3, 1000]), seed=seeds)
 def test_extremes(name: str, case: tuple[Grid, Pair], high: int, seed: int):
     """Bit-equal. Where many pixels are largest their gradient is shared, or goes to the first, as in one process."""
     grid, size_px = case
-    function, image = EXTREMES[name], whole_numbers(2, 2, *size_px, seed=seed, low=-3, high=high)
+    function, image = EXTREMES[name], make_whole_numbers(2, 2, *size_px, seed=seed, low=-3, high=high)
     assume(image.unique().numel() > 1)
     check(function, image, grid)
 
@@ -50,7 +50,7 @@ def test_extremes(name: str, case: tuple[Grid, Pair], high: int, seed: int):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int8, torch.int64])
 def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):
     """An unsigned number has no negative, and float64 not all of int64."""
-    image = whole_numbers(2, 2, 6, 8, low=0)
+    image = make_whole_numbers(2, 2, 6, 8, low=0)
     low, more = (2**62, 1) if dtype is torch.int64 else (-128 * (dtype is torch.int8), 0)
 
     def combine_extremes(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
 def test_nan_is_the_largest(grid: Grid):
     """Of several the last one counts, in whatever tile it lies."""
-    image = whole_numbers(2, 2, 6, 8)
+    image = make_whole_numbers(2, 2, 6, 8)
     image[0, 0, 4, 7] = image[0, 1, 1, 6] = image[0, 1, 5, 2] = image[0, 1, 4, 7] = image[1, 1, 0, 0] = math.nan
     alike = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
     check(lambda x: torch.cat(F.adaptive_max_pool2d(x, 1, return_indices=True)).flatten(1), image, grid, same=alike)
@@ -74,17 +74,17 @@ def _with_places(values: Tensor, places: Tensor) -> Tensor:
     return values * places - places
 
 
-@trials(40)
+@set_trials(40)
 @given(g=generate_geometries(pool=True), ceil=st.booleans(), seed=seeds)
 def test_max_pool_with_places(g: Geometry, ceil: bool, seed: int):
     """The first of equal pixels, by its number in the whole image."""
     settings = g.kernel, g.stride, g.padding, g.dilation, ceil
-    image = whole_numbers(2, 2, *g.image_px, seed=seed, high=9)
+    image = make_whole_numbers(2, 2, *g.image_px, seed=seed, high=9)
     assume(F.max_pool2d(image, *settings).isfinite().all())
     check(lambda x: _with_places(*F.max_pool2d(x, *settings, return_indices=True)), image, g.grid)
 
 
-@trials(30)
+@set_trials(30)
 @given(
     case=generate_images_on_grids(), kernel=st.tuples(*[st.integers(1, 3)] * 2), apart=st.integers(-1, 1), seed=seeds
 )
@@ -98,11 +98,11 @@ def test_unpooling(case: tuple[Grid, Pair], kernel: Pair, apart: int, seed: int)
         values, places = F.max_pool2d(x, kernel, stride, return_indices=True)
         return F.max_unpool2d(values, places, kernel, stride, output_size=x.shape[-2:]) * x
 
-    image = whole_numbers(2, 2, *size_px, seed=seed)
+    image = make_whole_numbers(2, 2, *size_px, seed=seed)
     check(apply_unpooling, image, grid)
 
 
-@trials(20)
+@set_trials(20)
 @given(case=generate_images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_max_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     grid, size_px = case
@@ -110,12 +110,12 @@ def test_adaptive_max_pool(case: tuple[Grid, Pair], fraction: tuple[float, float
         max(parts, math.ceil(size * share))
         for size, share, parts in zip(size_px, fraction, (grid.rows, grid.cols), strict=True)
     )
-    image = whole_numbers(1, 2, *size_px, seed=seed)
+    image = make_whole_numbers(1, 2, *size_px, seed=seed)
     check(nn.AdaptiveMaxPool2d(out_px), image, grid)
     check(lambda x: _with_places(*F.adaptive_max_pool2d(x, out_px, return_indices=True)), image, grid)
 
 
-@trials(6)
+@set_trials(6)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_attention_by_average_and_maximum(case: tuple[Grid, Pair], seed: int):
     """CBAM's channel attention (Woo et al., 2018, arXiv:1807.06521): one perceptron judges both pools."""
@@ -129,7 +129,7 @@ def test_attention_by_average_and_maximum(case: tuple[Grid, Pair], seed: int):
             return x * (self.judge(F.adaptive_avg_pool2d(x, 1)) + self.judge(F.adaptive_max_pool2d(x, 1))).sigmoid()
 
     grid, size_px = case
-    check(with_whole_weights(Attention(), seed), whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+    check(with_whole_weights(Attention(), seed), make_whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
 
 
 NORMS = {
@@ -154,18 +154,18 @@ NORMS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NORMS)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_norms_of_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(NORMS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+    check(NORMS[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
 
 
 def test_the_logarithm_of_a_sum_over_a_tile_of_minus_infinity():
     """As a mask of attention makes it: one process has a gradient of 0 there."""
     check(
         lambda x: (x + torch.where(torch.arange(8) < 4, -math.inf, 0.0)).logsumexp((2, 3)),
-        whole_numbers(2, 2, 6, 8),
+        make_whole_numbers(2, 2, 6, 8),
         Grid(1, 2),
         same=close,
     )
@@ -174,7 +174,7 @@ def test_the_logarithm_of_a_sum_over_a_tile_of_minus_infinity():
 def test_a_norm_casts_before_it_reduces():
     """In float32 the norms of the tiles would be rounded."""
     function = lambda x: torch.linalg.vector_norm(x.float(), dim=(2, 3), dtype=torch.float64)  # noqa: E731
-    check(function, whole_numbers(2, 2, 6, 8), Grid(2, 2), same=close)
+    check(function, make_whole_numbers(2, 2, 6, 8), Grid(2, 2), same=close)
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
@@ -186,4 +186,4 @@ def test_max_pools_of_whole_numbers(dtype: torch.dtype, grid: Grid):
         mask = x.detach().clamp(0, 200).to(dtype)
         return x * F.max_pool2d(mask, 3, 1, 1) + F.max_pool2d(mask, 2, 2, ceil_mode=True).repeat_interleave(2, 2).amax()
 
-    check(combine_pools, whole_numbers(2, 2, 7, 9), grid)
+    check(combine_pools, make_whole_numbers(2, 2, 7, 9), grid)

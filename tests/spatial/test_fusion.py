@@ -25,7 +25,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.exact import assert_exact, tiled, whole_numbers
+from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers
 
 SAME = SlidingWindow(kernel=3, padding=1)
 
@@ -156,7 +156,7 @@ class PooledTwice(nn.Module):
         super().__init__()
         self.before, self.after = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
         for weight in self.double().parameters():
-            weight.data = whole_numbers(*weight.shape, seed=3)
+            weight.data = make_whole_numbers(*weight.shape, seed=3)
 
     def forward(self, x: Tensor) -> Tensor:
         values, places = functional.max_pool2d(self.before(x), 2, return_indices=True)
@@ -165,4 +165,4 @@ class PooledTwice(nn.Module):
 
 @pytest.mark.parametrize("fused", [2, 8])
 def test_several_outputs_of_an_operator_are_held_as_far_as_any_of_them_is_read(fused: int):
-    assert_exact(PooledTwice(), whole_numbers(1, 1, 16, 16, seed=1), tiled("2x2", fused))
+    assert_exact(PooledTwice(), make_whole_numbers(1, 1, 16, 16, seed=1), make_tiled_plan("2x2", fused))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb.engines.geometry.tiles import Grid
-from tests.exact import close, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import close, make_whole_numbers, with_whole_weights
+from tests.sampling import set_trials
 from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -77,13 +77,13 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LOSSES)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_losses_of_two_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     labels, image = (
-        whole_numbers(2, 4, *size_px, seed=seed + 1, low=0, high=1),
-        whole_numbers(2, 2, *size_px, seed=seed),
+        make_whole_numbers(2, 4, *size_px, seed=seed + 1, low=0, high=1),
+        make_whole_numbers(2, 2, *size_px, seed=seed),
     )
     check(make_segmenter(seed), image, grid, labels=labels, loss=LOSSES[name], same=close)
 
@@ -102,20 +102,20 @@ BROADCAST: dict[str, Loss] = {
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
 def test_means_of_losses_that_are_broadcast(name: str, grid: Grid):
     """They divide by the number of losses, whichever argument is the larger one."""
-    labels, image = whole_numbers(2, 4, 6, 8, seed=1, low=0, high=1), whole_numbers(2, 2, 6, 8)
+    labels, image = make_whole_numbers(2, 4, 6, 8, seed=1, low=0, high=1), make_whole_numbers(2, 2, 6, 8)
     check(make_segmenter(0), image, grid, labels=labels, loss=BROADCAST[name], same=close)
 
 
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_total_variation(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(size_px[0] > grid.rows and size_px[1] > grid.cols)
-    labels, image = whole_numbers(2, 4, *size_px, seed=seed + 1), whole_numbers(2, 2, *size_px, seed=seed)
+    labels, image = make_whole_numbers(2, 4, *size_px, seed=seed + 1), make_whole_numbers(2, 2, *size_px, seed=seed)
     check(make_segmenter(seed), image, grid, labels=labels, loss=compute_total_variation, same=close)
 
 
-@trials(10)
+@set_trials(10)
 @given(
     case=generate_images_on_grids(),
     weighted=st.booleans(),
@@ -127,17 +127,19 @@ def test_negative_log_likelihood(case: tuple[Grid, Pair], weighted: bool, reduct
     grid, size_px = case
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double() if weighted else None
     judge = nn.NLLLoss(weight, ignore_index=ignored, reduction=reduction)
-    labels = whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
+    labels = make_whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
     assume((labels != ignored).any())
-    model, image = nn.Sequential(make_segmenter(seed), nn.LogSoftmax(1)), whole_numbers(2, 2, *size_px, seed=seed)
+    model, image = nn.Sequential(make_segmenter(seed), nn.LogSoftmax(1)), make_whole_numbers(2, 2, *size_px, seed=seed)
     check(model, image, grid, labels=labels, loss=judge, same=close)
 
 
-@trials(6)
+@set_trials(6)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_dice_of_class_numbers(case: tuple[Grid, Pair], seed: int):
     """Labels (N, H, W), made one-hot on the tiles."""
     grid, size_px = case
-    labels = whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
+    labels = make_whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
     loss = lambda p, y: compute_dice(p, F.one_hot(y, 4).permute(0, 3, 1, 2))  # noqa: E731
-    check(make_segmenter(seed), whole_numbers(2, 2, *size_px, seed=seed), grid, labels=labels, loss=loss, same=close)
+    check(
+        make_segmenter(seed), make_whole_numbers(2, 2, *size_px, seed=seed), grid, labels=labels, loss=loss, same=close
+    )

@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.geometry.tiles import Grid, Move, Span, Tile, compute_mov
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
-from tests.exact import whole_numbers
+from tests.exact import make_whole_numbers
 
 Tiles = Mapping[int, Tile]
 Case = tuple[tuple[int, int], Tiles, Tiles]
@@ -125,10 +125,10 @@ class FarMemory(LoopbackWorld):
 def exchange_both_ways(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tensor | None, ...]:
     """x, Fx, y and F*y of one rank; None where the rank has none."""
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
-    x = None if step.own is None else whole_numbers(2, 1, *step.own.shape, seed=world.rank)
+    x = None if step.own is None else make_whole_numbers(2, 1, *step.own.shape, seed=world.rank)
     carrier = make_exchange_runners([step], world, cpu, SendQueue())["x"]
     fx = run_forward(carrier, x)
-    y = None if fx is None else whole_numbers(*fx.shape, seed=100 + world.rank)
+    y = None if fx is None else make_whole_numbers(*fx.shape, seed=100 + world.rank)
     source = None if x is None else x.clone().requires_grad_()
     run_backward(carrier, None if y is None else y.clone(), source)
     return x, fx, y, None if source is None else source.grad

@@ -16,8 +16,8 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.kernels import get_kernel
-from tests.exact import assert_exact, close, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import assert_exact, close, make_whole_numbers, with_whole_weights
+from tests.sampling import set_trials
 from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
@@ -29,33 +29,33 @@ def is_varied(image: Tensor) -> bool:
 
 
 @pytest.mark.nightly
-@trials(20)
+@set_trials(20)
 @given(case=generate_images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
 def test_instance_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
     """Also its running statistics, which are means over the images of a batch."""
     grid, size_px = case
     norm = nn.InstanceNorm2d(3, affine=affine, track_running_stats=tracked, momentum=0.3)
-    image = whole_numbers(2, 3, *size_px, seed=seed)
+    image = make_whole_numbers(2, 3, *size_px, seed=seed)
     assume(is_varied(image))
     check(with_whole_weights(norm, seed).train(training), image, grid, same=close)
 
 
-@trials(15)
+@set_trials(15)
 @given(case=generate_images_on_grids(), groups=st.sampled_from([1, 2, 4]), affine=st.booleans(), seed=seeds)
 def test_group_norm(case: tuple[Grid, Pair], groups: int, affine: bool, seed: int):
     grid, size_px = case
-    image = whole_numbers(2, 4, *size_px, seed=seed)
+    image = make_whole_numbers(2, 4, *size_px, seed=seed)
     assume(is_varied(image))
     check(with_whole_weights(nn.GroupNorm(groups, 4, affine=affine), seed), image, grid, same=close)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-@trials(10)
+@set_trials(10)
 @given(case=generate_images_on_grids(), with_channels=st.booleans(), affine=st.booleans(), seed=seeds)
 def test_norm_over_space(norm: type[nn.Module], case: tuple[Grid, Pair], with_channels: bool, affine: bool, seed: int):
     """Its weight has pixels: each tile takes its own."""
     grid, size_px = case
-    image = whole_numbers(2, 3, *size_px, seed=seed)
+    image = make_whole_numbers(2, 3, *size_px, seed=seed)
     assume(is_varied(image))
     shape = (3, *size_px) if with_channels else size_px
     check(with_whole_weights(norm(shape, elementwise_affine=affine), seed), image, grid, same=close)
@@ -73,11 +73,13 @@ class OverChannels(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-@trials(6)
+@set_trials(6)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_norm_over_channels(norm: type[nn.Module], case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(OverChannels(norm(4)), seed), whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+    check(
+        with_whole_weights(OverChannels(norm(4)), seed), make_whole_numbers(2, 4, *size_px, seed=seed), grid, same=close
+    )
 
 
 SPREADS = {
@@ -106,11 +108,11 @@ SPREADS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPREADS)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    image = whole_numbers(2, 4, *size_px, seed=seed)
+    image = make_whole_numbers(2, 4, *size_px, seed=seed)
     assume(is_varied(image) and image[0, 0].numel() > 2)  # a correction of 2 leaves nothing of two pixels
     check(SPREADS[name], image, grid, same=close)
 
@@ -118,14 +120,14 @@ def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
 @pytest.mark.parametrize("name", ["deviation", "deviation and mean"])
 def test_the_deviation_of_a_constant_channel_passes_no_gradient(name: str):
     """Also of those that a dropout sets to 0; autograd's slope of the root is infinite there."""
-    image = whole_numbers(2, 4, 6, 8)
+    image = make_whole_numbers(2, 4, 6, 8)
     image[0, 1] = 3
     check(lambda x: SPREADS[name](F.dropout2d(x, 0.5)), image, Grid(1, 2), same=close)
 
 
 def test_what_lies_far_from_zero_loses_nothing_to_cancellation():
     """A mean of a million with a deviation of one: sums of squares in float64 would keep four digits."""
-    image = whole_numbers(2, 4, 8, 8) + 1e6
+    image = make_whole_numbers(2, 4, 8, 8) + 1e6
     wider = lambda a, b: torch.allclose(a, b, rtol=1e-9, atol=1e-9)  # noqa: E731  (the oracle rounds too)
     check(with_whole_weights(nn.GroupNorm(2, 4)), image, Grid(2, 2), same=wider)
 
@@ -135,12 +137,14 @@ def test_norms_before_and_behind_the_joint():
     norms = [nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm((4, 6, 7))]
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *norms, nn.Flatten(2), nn.InstanceNorm1d(4))
     plan = Plan(split_size=2, spatial_size=1, slice_method="2x2", precision="float64")
-    assert_exact(with_whole_weights(model), whole_numbers(2, 2, 6, 7), plan, same=close)
+    assert_exact(with_whole_weights(model), make_whole_numbers(2, 2, 6, 7), plan, same=close)
 
 
 def test_a_norm_over_one_spatial_axis():
     """For few pixels every rank normalises all of them."""
-    check(lambda x: F.layer_norm(x, (7,)) + x.var(2, keepdim=True), whole_numbers(2, 2, 8, 7), Grid(2, 2), same=close)
+    check(
+        lambda x: F.layer_norm(x, (7,)) + x.var(2, keepdim=True), make_whole_numbers(2, 2, 8, 7), Grid(2, 2), same=close
+    )
 
 
 ROWS_AS_CHANNELS: dict[str, Callable[[], nn.Module]] = {
@@ -167,7 +171,7 @@ def test_rows_that_stand_where_channels_do(name: str, grid: Grid):
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(x.sum(1))
 
-    check(OfSums(), whole_numbers(2, 2, 6, 8), grid, same=close)
+    check(OfSums(), make_whole_numbers(2, 2, 6, 8), grid, same=close)
 
 
 class BackwardArguments(TorchDispatchMode):
@@ -199,7 +203,7 @@ def test_rms_norm_of_small_numbers_adds_the_eps_of_the_type_in_which_it_computes
     def normalise_small_numbers(x: Tensor) -> Tensor:
         return F.rms_norm((x * 2**-6).to(dtype), tuple(x.shape[1:])).float()
 
-    image = whole_numbers(2, 2, 6, 8).float()
+    image = make_whole_numbers(2, 2, 6, 8).float()
     check(normalise_small_numbers, image, Grid(2, 2), same=lambda a, b: torch.allclose(a, b, rtol=0.02, atol=0.01))
 
 
@@ -245,9 +249,9 @@ class OfWeights(nn.Module):
 
 
 def test_norms_of_weights_and_by_statistics_that_nobody_keeps():
-    check(PassingStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)
+    check(PassingStatistics(), make_whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)
     with pytest.raises(TraceError, match="updates running statistics that are no buffers of the model"):
-        check(ViewedStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2))
+        check(ViewedStatistics(), make_whole_numbers(2, 4, 6, 8), Grid(2, 2))
     with pytest.raises(TraceError, match="updates running statistics that are no buffers of the model"):
-        check(UnregisteredStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2))
-    check(with_whole_weights(OfWeights()), whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)
+        check(UnregisteredStatistics(), make_whole_numbers(2, 4, 6, 8), Grid(2, 2))
+    check(with_whole_weights(OfWeights()), make_whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
-from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import assert_exact, close, make_tiled_plan, make_whole_numbers, with_whole_weights
+from tests.sampling import set_trials
 from tests.spatial.drawn import Calls, Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 # ---- the space that is searched
@@ -25,7 +25,7 @@ def test_the_search_space_holds_tiles_thinner_than_their_halo():
     thin = find(generate_geometries(), lambda g: g.has_tile_thinner_than_its_halo and g.grid.rows > 1 < g.grid.cols)
     check(
         nn.Conv2d(1, 1, thin.kernel, thin.stride, thin.padding, thin.dilation).double(),
-        whole_numbers(1, 1, *thin.image_px),
+        make_whole_numbers(1, 1, *thin.image_px),
         thin.grid,
         same=close,
     )
@@ -58,25 +58,25 @@ ROWS_NOBODY_WRITES = Geometry(Grid(2, 1), (3, 1), (3, 1), (1, 1), (3, 1), (2, 0)
 
 
 @pytest.mark.nightly
-@trials(70)
+@set_trials(70)
 @given(g=generate_geometries(), groups=st.integers(1, 3), wide=st.integers(1, 2), bias=st.booleans(), seed=seeds)
 @example(g=PADDING_ALONE, groups=1, wide=1, bias=False, seed=0)
 def test_convolution(g: Geometry, groups: int, wide: int, bias: bool, seed: int):
     conv = nn.Conv2d(groups * wide, groups, g.kernel, g.stride, g.padding, g.dilation, groups, bias)
-    check(with_whole_weights(conv, seed), whole_numbers(2, groups * wide, *g.image_px, seed=seed), g.grid)
+    check(with_whole_weights(conv, seed), make_whole_numbers(2, groups * wide, *g.image_px, seed=seed), g.grid)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@trials(30)
+@set_trials(30)
 @given(g=generate_geometries(strided=False), padding=st.sampled_from(["same", "valid"]), seed=seeds)
 def test_convolution_whose_padding_is_a_word(g: Geometry, padding: str, seed: int):
     assume(padding == "same" or g.padding == (0, 0))
     conv = nn.Conv2d(2, 2, g.kernel, padding=padding, dilation=g.dilation)
-    check(with_whole_weights(conv, seed), whole_numbers(1, 2, *g.image_px, seed=seed), g.grid)
+    check(with_whole_weights(conv, seed), make_whole_numbers(1, 2, *g.image_px, seed=seed), g.grid)
 
 
 @pytest.mark.nightly
-@trials(70)
+@set_trials(70)
 @given(
     g=generate_geometries(),
     groups=st.integers(1, 2),
@@ -90,7 +90,7 @@ def test_transposed_convolution(g: Geometry, groups: int, bias: bool, wish: Pair
     limits = zip(g.spare_px, wish, g.stride, g.dilation, strict=True)
     extra = tuple(max(spare, min(more, max(stride, dilation) - 1)) for spare, more, stride, dilation in limits)
     conv = nn.ConvTranspose2d(2 * groups, groups, g.kernel, g.stride, g.padding, extra, groups, bias, g.dilation)
-    check(with_whole_weights(conv, seed), whole_numbers(2, 2 * groups, *g.out_px, seed=seed), g.grid)
+    check(with_whole_weights(conv, seed), make_whole_numbers(2, 2 * groups, *g.out_px, seed=seed), g.grid)
 
 
 def test_transposed_convolution_of_one_image_without_a_batch():
@@ -105,7 +105,7 @@ def test_transposed_convolution_of_one_image_without_a_batch():
         def forward(self, x: Tensor) -> Tensor:
             return self.conv(x[0])
 
-    check(OfOne(), whole_numbers(1, 2, 3, 6), Grid(1, 2))
+    check(OfOne(), make_whole_numbers(1, 2, 3, 6), Grid(1, 2))
 
 
 class Standardised(nn.Module):
@@ -119,27 +119,27 @@ class Standardised(nn.Module):
         return F.conv2d(x, self.weight - self.weight.sum((1, 2, 3), keepdim=True), padding=1)
 
 
-@trials(12)
+@set_trials(12)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_convolution_by_a_computed_weight(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(Standardised(), seed), whole_numbers(1, 2, *size_px, seed=seed), grid)
+    check(with_whole_weights(Standardised(), seed), make_whole_numbers(1, 2, *size_px, seed=seed), grid)
 
 
 # ---- pools
 
 
-@trials(60)
+@set_trials(60)
 @given(g=generate_geometries(pool=True), ceil=st.booleans(), high=st.sampled_from([-1, 9]), seed=seeds)
 def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
     """Also over images that are negative everywhere, where a border of zeros would win."""
     pool = nn.MaxPool2d(g.kernel, g.stride, g.padding, g.dilation, ceil_mode=ceil)
-    image = whole_numbers(2, 2, *g.image_px, seed=seed, low=-9, high=high)
+    image = make_whole_numbers(2, 2, *g.image_px, seed=seed, low=-9, high=high)
     assume(pool(image).isfinite().all())  # a dilated window may hold no pixel at all
     check(pool, image, g.grid)
 
 
-@trials(60)
+@set_trials(60)
 @given(
     g=generate_geometries(pool=True, dilated=False),
     ceil=st.booleans(),
@@ -150,19 +150,19 @@ def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
 def test_average_pool(g: Geometry, ceil: bool, counted: bool, divisor: int | None, seed: int):
     """Bit-equal: pixels and gradients are multiples of 144, which every count (1 to 4 squared) divides."""
     pool = nn.AvgPool2d(g.kernel, g.stride, g.padding, ceil, counted, divisor)
-    image = whole_numbers(2, 2, *g.image_px, seed=seed, step=144)
-    check(pool, image, g.grid, labels=whole_numbers(*pool(image).shape, seed=seed, step=144))
+    image = make_whole_numbers(2, 2, *g.image_px, seed=seed, step=144)
+    check(pool, image, g.grid, labels=make_whole_numbers(*pool(image).shape, seed=seed, step=144))
 
 
 def test_average_pool_of_half_precision_rounds_once():
     """Sums of 4, 6 or 9 pixels, before the division, are larger than the whole numbers that bfloat16 holds."""
     pool = nn.AvgPool2d(3, 1, 1, count_include_pad=False)
-    image = whole_numbers(1, 2, 6, 8, low=100, high=255)
-    labels = whole_numbers(1, 2, 6, 8, seed=1, low=-1, high=1, step=36)
+    image = make_whole_numbers(1, 2, 6, 8, low=100, high=255)
+    labels = make_whole_numbers(1, 2, 6, 8, seed=1, low=-1, high=1, step=36)
     check(lambda x: pool(x.bfloat16()).double(), image, Grid(2, 2), labels=labels)
 
 
-@trials(30)
+@set_trials(30)
 @given(case=generate_images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     """Bit-equal: cells have 1 to 6 rows and columns, and pixels and gradients are multiples of 3600."""
@@ -172,28 +172,28 @@ def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, f
         for size, share, parts in zip(size_px, fraction, (grid.rows, grid.cols), strict=True)
     )
     assume(out_px != (1, 1))
-    pool, image = nn.AdaptiveAvgPool2d(out_px), whole_numbers(1, 2, *size_px, seed=seed, step=3600)
-    check(pool, image, grid, labels=whole_numbers(*pool(image).shape, seed=seed, step=3600))
+    pool, image = nn.AdaptiveAvgPool2d(out_px), make_whole_numbers(1, 2, *size_px, seed=seed, step=3600)
+    check(pool, image, grid, labels=make_whole_numbers(*pool(image).shape, seed=seed, step=3600))
 
 
-@trials(15)
+@set_trials(15)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_global_average_pool_and_a_classifier(case: tuple[Grid, Pair], seed: int):
     """Weights behind the pool are shared by all tiles: their gradients are counted once."""
     grid, size_px = case
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
     pixels = math.prod(size_px)
-    image = whole_numbers(2, 1, *size_px, seed=seed, step=pixels)
+    image = make_whole_numbers(2, 1, *size_px, seed=seed, step=pixels)
     with_whole_weights(model, seed)
     model[0].bias.data *= pixels
-    check(model, image, grid, labels=whole_numbers(2, 4, seed=seed, step=pixels))
+    check(model, image, grid, labels=make_whole_numbers(2, 4, seed=seed, step=pixels))
 
 
 # ---- pixels that move
 
 
 @pytest.mark.nightly
-@trials(60)
+@set_trials(60)
 @given(case=generate_images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds)
 @example(case=(Grid(3, 1), (3, 1)), pads=(0, 0, 0, 3), value=2, seed=0)
 def test_constant_pad(case: tuple[Grid, Pair], pads: tuple[int, int, int, int], value: int, seed: int):
@@ -202,14 +202,14 @@ def test_constant_pad(case: tuple[Grid, Pair], pads: tuple[int, int, int, int], 
     left, right, above, below = pads
     assume(height + above + below >= grid.rows and width + left + right >= grid.cols)
     assume(min(height + min(above, 0) + min(below, 0), width + min(left, 0) + min(right, 0)) >= 0)
-    check(lambda x: F.pad(x, pads, value=value), whole_numbers(1, 2, height, width, seed=seed), grid)
+    check(lambda x: F.pad(x, pads, value=value), make_whole_numbers(1, 2, height, width, seed=seed), grid)
 
 
-@trials(10)
+@set_trials(10)
 @given(case=generate_images_on_grids(), pads=st.tuples(*[st.integers(0, 3)] * 2), seed=seeds)
 def test_pad_of_one_axis(case: tuple[Grid, Pair], pads: Pair, seed: int):
     grid, size_px = case
-    check(lambda x: F.pad(x, pads), whole_numbers(1, 1, *size_px, seed=seed), grid)
+    check(lambda x: F.pad(x, pads), make_whole_numbers(1, 1, *size_px, seed=seed), grid)
 
 
 slices = st.builds(
@@ -217,11 +217,11 @@ slices = st.builds(
 )
 
 
-@trials(70)
+@set_trials(70)
 @given(case=generate_images_on_grids(), rows=slices, cols=slices, channels=slices, seed=seeds)
 def test_slice(case: tuple[Grid, Pair], rows: slice, cols: slice, channels: slice, seed: int):
     grid, size_px = case
-    image = whole_numbers(1, 3, *size_px, seed=seed)
+    image = make_whole_numbers(1, 3, *size_px, seed=seed)
     cut = image[:, channels, rows, cols]
     assume(cut.numel() and cut.shape[-2] >= grid.rows and cut.shape[-1] >= grid.cols)
     middle = image[:, channels, rows]  # the slices are taken one after the other
@@ -250,11 +250,11 @@ CHANNELWISE = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHANNELWISE)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_channels(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(CHANNELWISE[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(CHANNELWISE[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 # ---- pixels by themselves
@@ -267,7 +267,7 @@ class Affine(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, channels, 1, 1))
         self.bias = nn.Parameter(torch.empty(channels, 1, 1))
-        self.register_buffer("offset", whole_numbers(1, channels, 1, 1, seed=7))
+        self.register_buffer("offset", make_whole_numbers(1, channels, 1, 1, seed=7))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x * self.weight + self.bias) - self.offset
@@ -294,25 +294,25 @@ POINTWISE = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POINTWISE)
-@trials(4)
+@set_trials(4)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_pointwise(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(POINTWISE[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
+    check(POINTWISE[name], make_whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
-@trials(15)
+@set_trials(15)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_parameters_and_buffers_for_each_channel(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(Affine(3), seed), whole_numbers(2, 3, *size_px, seed=seed), grid)
+    check(with_whole_weights(Affine(3), seed), make_whole_numbers(2, 3, *size_px, seed=seed), grid)
 
 
-@trials(8)
+@set_trials(8)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_prelu(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(nn.PReLU(3), seed), whole_numbers(2, 3, *size_px, seed=seed), grid)
+    check(with_whole_weights(nn.PReLU(3), seed), make_whole_numbers(2, 3, *size_px, seed=seed), grid)
 
 
 # ---- sums over space
@@ -335,14 +335,14 @@ REDUCTIONS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REDUCTIONS)
-@trials(6)
+@set_trials(6)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_sums_over_space(name: str, case: tuple[Grid, Pair], seed: int):
     """Bit-equal: pixels and gradients are multiples of what a mean divides by."""
     grid, size_px = case
     function, step = REDUCTIONS[name], 4 * math.prod(size_px)
-    image = whole_numbers(2, 2, *size_px, seed=seed, step=step)
-    check(function, image, grid, labels=whole_numbers(*function(image).shape, seed=seed, step=step))
+    image = make_whole_numbers(2, 2, *size_px, seed=seed, step=step)
+    check(function, image, grid, labels=make_whole_numbers(*function(image).shape, seed=seed, step=step))
 
 
 class SqueezeAndExcite(nn.Module):
@@ -356,22 +356,22 @@ class SqueezeAndExcite(nn.Module):
         return x * self.judge(x.sum((2, 3), keepdim=True))
 
 
-@trials(12)
+@set_trials(12)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_squeeze_and_excite(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(SqueezeAndExcite(), seed), whole_numbers(2, 2, *size_px, seed=seed), grid)
+    check(with_whole_weights(SqueezeAndExcite(), seed), make_whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
 # ---- floats: exponentials and quotients do not come out whole, so 1e-12
 
 
 @pytest.mark.parametrize("softmax", [torch.softmax, torch.log_softmax])
-@trials(8)
+@set_trials(8)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_softmax_over_channels(softmax: Callable[..., Tensor], case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(lambda x: softmax(x, 1), whole_numbers(2, 3, *size_px, seed=seed), grid, same=close)
+    check(lambda x: softmax(x, 1), make_whole_numbers(2, 3, *size_px, seed=seed), grid, same=close)
 
 
 def make_segmenter(seed: int) -> nn.Module:
@@ -389,7 +389,7 @@ class Judge(nn.Module):
         return self.each(prediction, labels).sum()
 
 
-@trials(30)
+@set_trials(30)
 @given(
     case=generate_images_on_grids(),
     weighted=st.booleans(),
@@ -405,49 +405,49 @@ def test_cross_entropy(
     grid, size_px = case
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double() if weighted else None
     judge = nn.CrossEntropyLoss(weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
-    labels = whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
+    labels = make_whole_numbers(2, *size_px, seed=seed, low=0, high=3).long()
     assume((labels != ignored).any())
-    image = whole_numbers(2, 2, *size_px, seed=seed)
+    image = make_whole_numbers(2, 2, *size_px, seed=seed)
     check(make_segmenter(seed), image, grid, labels=labels, loss=Judge(judge), same=close)
 
 
-@trials(12)
+@set_trials(12)
 @given(case=generate_images_on_grids(), reduction=st.sampled_from(["mean", "sum"]), weighted=st.booleans(), seed=seeds)
 def test_cross_entropy_with_probabilities(case: tuple[Grid, Pair], reduction: str, weighted: bool, seed: int):
     grid, size_px = case
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double() if weighted else None
-    labels = whole_numbers(2, 4, *size_px, seed=seed).softmax(1)
-    judge, image = nn.CrossEntropyLoss(weight, reduction=reduction), whole_numbers(2, 2, *size_px, seed=seed)
+    labels = make_whole_numbers(2, 4, *size_px, seed=seed).softmax(1)
+    judge, image = nn.CrossEntropyLoss(weight, reduction=reduction), make_whole_numbers(2, 2, *size_px, seed=seed)
     check(make_segmenter(seed), image, grid, labels=labels, loss=judge, same=close)
 
 
 @pytest.mark.parametrize("judge", [nn.MSELoss, nn.L1Loss])
-@trials(6)
+@set_trials(6)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_sums_of_pixel_losses_are_bit_equal(judge: type[nn.Module], case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    labels, image = whole_numbers(2, 4, *size_px, seed=seed + 1), whole_numbers(2, 2, *size_px, seed=seed)
+    labels, image = make_whole_numbers(2, 4, *size_px, seed=seed + 1), make_whole_numbers(2, 2, *size_px, seed=seed)
     check(make_segmenter(seed), image, grid, labels=labels, loss=judge(reduction="sum"))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("judge", [nn.MSELoss, nn.L1Loss, nn.BCEWithLogitsLoss])
-@trials(8)
+@set_trials(8)
 @given(case=generate_images_on_grids(), reduction=st.sampled_from(["mean", "sum", "none"]), seed=seeds)
 def test_pixel_losses(judge: type[nn.Module], case: tuple[Grid, Pair], reduction: str, seed: int):
     grid, size_px = case
-    labels = whole_numbers(2, 4, *size_px, seed=seed + 1, low=0, high=1)
-    loss, image = Judge(judge(reduction=reduction)), whole_numbers(2, 2, *size_px, seed=seed)
+    labels = make_whole_numbers(2, 4, *size_px, seed=seed + 1, low=0, high=1)
+    loss, image = Judge(judge(reduction=reduction)), make_whole_numbers(2, 2, *size_px, seed=seed)
     check(make_segmenter(seed), image, grid, labels=labels, loss=loss, same=close)
 
 
-@trials(25)
+@set_trials(25)
 @given(case=generate_images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
 def test_batch_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
     """Also its running statistics, after the update."""
     grid, size_px = case
     norm = nn.BatchNorm2d(3, affine=affine, track_running_stats=tracked, momentum=0.3)
-    image = whole_numbers(2, 3, *size_px, seed=seed)
+    image = make_whole_numbers(2, 3, *size_px, seed=seed)
     assume(all(len(set(channel.flatten().tolist())) > 1 for channel in image.unbind(1)))
     check(with_whole_weights(norm, seed).train(training), image, grid, same=close)
 
@@ -506,18 +506,18 @@ def has_fitting_sizes(model: nn.Module, size_px: Pair, grid: Grid) -> bool:
 chains = st.lists(st.sampled_from(sorted(BLOCKS)), min_size=2, max_size=6)
 
 
-@trials(60)
+@set_trials(60)
 @given(case=generate_images_on_grids(), names=chains, fork=st.booleans(), fused=st.integers(0, 4), seed=seeds)
 def test_chains(case: tuple[Grid, Pair], names: list[str], fork: bool, fused: int, seed: int):
     """Whether each fetches its own halo or several share one."""
     grid, size_px = case
     model = with_whole_weights(Chain(names, fork), seed)
     assume(has_fitting_sizes(model, size_px, grid))
-    check(model, whole_numbers(1, 2, *size_px, seed=seed), grid, fused=fused)
+    check(model, make_whole_numbers(1, 2, *size_px, seed=seed), grid, fused=fused)
 
 
 @pytest.mark.nightly
-@trials(20)
+@set_trials(20)
 @given(
     first=generate_images_on_grids(),
     second=st.sampled_from(["1x1", "1x2", "2x1", "2x2", "3x1"]),
@@ -537,7 +537,7 @@ def test_stages_with_other_grids(
     assume(has_fitting_sizes(model, size_px, Grid(rows, cols)) and rows <= size_px[0] and cols <= size_px[1])
     grids = (str(grid), second, second)[:spatial]
     plan = Plan(split_size=3, spatial_size=spatial, slice_method=grids, precision="float64")
-    assert_exact(model, whole_numbers(1, 2, *size_px, seed=seed), plan)
+    assert_exact(model, make_whole_numbers(1, 2, *size_px, seed=seed), plan)
 
 
 class SharedAcrossStages(nn.Module):
@@ -556,7 +556,7 @@ class SharedAcrossStages(nn.Module):
 def test_a_shared_value_crosses_from_stage_to_stage(grids: tuple[str, ...]):
     """All tiles hold it, one of them sends it, and its gradient comes back once."""
     plan = Plan(split_size=3, spatial_size=len(grids), slice_method=grids, balance=(1, 1, 1), precision="float64")
-    assert_exact(with_whole_weights(SharedAcrossStages()), whole_numbers(2, 2, 6, 6), plan)
+    assert_exact(with_whole_weights(SharedAcrossStages()), make_whole_numbers(2, 2, 6, 6), plan)
 
 
 class Two(nn.Module):
@@ -595,4 +595,4 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_ways_to_use_a_weight(name: str, grid: str):
-    assert_exact(with_whole_weights(WAYS[name]()), whole_numbers(2, 2, 7, 5), tiled(grid))
+    assert_exact(with_whole_weights(WAYS[name]()), make_whole_numbers(2, 2, 7, 5), make_tiled_plan(grid))

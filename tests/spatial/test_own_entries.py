@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.geometry.windows import SlidingWindow
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program import kernels
 from mpi4dl_nb.engines.program.kernels import get_kernel, register_kernel
-from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights
+from tests.exact import assert_exact, close, make_tiled_plan, make_whole_numbers, with_whole_weights
 
 SHAPE = 2, 3, 10, 14
 
@@ -67,13 +67,13 @@ def test_without_an_entry_it_is_refused():
     with pytest.raises(
         TraceError, match=r'(?s)^cell.blur.default .* write a rule.*@register_rule\("cell.blur.default"\)'
     ):
-        assert_exact(Blurred().double(), whole_numbers(*SHAPE), tiled("2x2"))
+        assert_exact(Blurred().double(), make_whole_numbers(*SHAPE), make_tiled_plan("2x2"))
 
 
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "3x2"])
 def test_with_one_it_is_exact(grid: str):
     add_blur()
-    assert_exact(with_whole_weights(Blurred()), whole_numbers(*SHAPE), tiled(grid), same=close)
+    assert_exact(with_whole_weights(Blurred()), make_whole_numbers(*SHAPE), make_tiled_plan(grid), same=close)
 
 
 def test_the_table_knows_what_is_its_own():

@@ -20,8 +20,16 @@ from mpi4dl_nb.engines.program import rng
 from mpi4dl_nb.engines.program.rng import compute_step_seed, sample_uniform
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import (
+    assert_exact,
+    close,
+    finish,
+    make_tiled_plan,
+    make_whole_numbers,
+    prepare_worker,
+    with_whole_weights,
+)
+from tests.sampling import set_trials
 from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 CPU = torch.device("cpu")
@@ -70,21 +78,21 @@ FLOATS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAWS)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_draws(name: str, case: tuple[Grid, Pair], seed: int):
     """Bit for bit those of one process, forward and backward."""
     grid, size_px = case
-    check(DRAWS[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
+    check(DRAWS[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FLOATS)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_draws_of_fractions(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(FLOATS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+    check(FLOATS[name], make_whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
 
 
 @pytest.mark.parametrize("grids", [("2x2",), ("1x3", "2x2")], ids=" then ".join)
@@ -92,10 +100,12 @@ def test_draws_in_several_stages(grids: tuple[str, ...]):
     """A draw is numbered in the whole model, and on a stage of one rank it is the same."""
     layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout2d(0.5)]
     plan = Plan(split_size=2, spatial_size=len(grids), slice_method=grids, precision="float64")
-    assert_exact(with_whole_weights(nn.Sequential(*layers)), whole_numbers(2, 2, 6, 7), plan)
+    assert_exact(with_whole_weights(nn.Sequential(*layers)), make_whole_numbers(2, 2, 6, 7), plan)
 
 
-@pytest.mark.parametrize("plan", [tiled("2x2"), Plan(split_size=2, num_spatial_parts=3, slice_method="vertical")])
+@pytest.mark.parametrize(
+    "plan", [make_tiled_plan("2x2"), Plan(split_size=2, num_spatial_parts=3, slice_method="vertical")]
+)
 def test_verify_draws_what_the_ranks_draw(plan: Plan):
     """Three steps of a classifier with dropout and stochastic depth, against the plain model in one process."""
 
@@ -117,7 +127,7 @@ def test_verify_draws_what_the_ranks_draw(plan: Plan):
 
 def test_another_step_draws_another_mask():
     ones = torch.ones(2, 3, 16, 16).double()
-    start = ready(nn.Sequential(nn.Dropout(0.5)), ones, ones, tiled("1x1"))
+    start = prepare_worker(nn.Sequential(nn.Dropout(0.5)), ones, ones, make_tiled_plan("1x1"))
 
     def draw_two_masks(world: LoopbackWorld) -> list[Tensor]:
         worker, made = finish(start(world)), []
@@ -183,7 +193,7 @@ def test_draws_of_the_generator_are_the_same_when_computed_again(name: str):
     assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
 
 
-@trials(50)
+@set_trials(50)
 @given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 2**31))
 def test_seeds_of_steps_are_words(seed: int, step: int):
     assert 0 <= compute_step_seed(seed, step) < 2**64 != compute_step_seed(seed, step + 1)

@@ -15,8 +15,8 @@ from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.exact import close, tiled, whole_numbers, with_whole_weights
-from tests.sampling import trials
+from tests.exact import close, make_tiled_plan, make_whole_numbers, with_whole_weights
+from tests.sampling import set_trials
 from tests.spatial.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 
@@ -91,21 +91,21 @@ MOVED = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", BIT_EQUAL)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_whole_values(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(BIT_EQUAL[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
+    check(BIT_EQUAL[name], make_whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MOVED)
-@trials(8)
+@set_trials(8)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_pixels_in_another_order(name: str, case: tuple[Grid, Pair], seed: int):
     """Of these each tile borrows what it needs, whatever the size of the image."""
     grid, size_px = case
-    check(MOVED[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
+    check(MOVED[name], make_whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
 @pytest.mark.sampled(3)
@@ -113,7 +113,7 @@ def test_pixels_in_another_order(name: str, case: tuple[Grid, Pair], seed: int):
 def test_whole_numbers_in_another_order_are_not_rounded(name: str):
     """Such as the places of a max pool, of which a large image has more than float32 can tell apart."""
     move = MOVED[name]
-    check(lambda x: move(x.detach().long() + 2**24) * move(x), whole_numbers(2, 2, 6, 8), Grid(2, 2))
+    check(lambda x: move(x.detach().long() + 2**24) * move(x), make_whole_numbers(2, 2, 6, 8), Grid(2, 2))
 
 
 ROUNDED = {
@@ -132,11 +132,11 @@ ROUNDED = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ROUNDED)
-@trials(5)
+@set_trials(5)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_whole_values_that_round(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(ROUNDED[name], whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
+    check(ROUNDED[name], make_whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
 
 
 class Turned(nn.Module):
@@ -152,12 +152,12 @@ class Turned(nn.Module):
 
 
 @pytest.mark.nightly
-@trials(8)
+@set_trials(8)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_a_spatial_transformer(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     assume(min(size_px) > 1)  # PyTorch cannot trace affine_grid to one row or column
-    check(with_whole_weights(Turned(), seed), whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
+    check(with_whole_weights(Turned(), seed), make_whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
 
 
 class Between(nn.Module):
@@ -177,13 +177,17 @@ class Between(nn.Module):
 @pytest.mark.parametrize(
     "middle", [apply_attention, MOVED["rolled"], BIT_EQUAL["running sum"], MOVED["turned by half"]]
 )
-@trials(3)
+@set_trials(3)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_between_layers(fused: int, middle: object, case: tuple[Grid, Pair], seed: int):
     """Also where layers share an exchange, and hold more than their tiles."""
     grid, size_px = case
     check(
-        with_whole_weights(Between(middle), seed), whole_numbers(2, 2, *size_px, seed=seed) / 8, grid, fused, same=close
+        with_whole_weights(Between(middle), seed),
+        make_whole_numbers(2, 2, *size_px, seed=seed) / 8,
+        grid,
+        fused,
+        same=close,
     )
 
 
@@ -191,25 +195,25 @@ def test_between_layers(fused: int, middle: object, case: tuple[Grid, Pair], see
 
 
 @pytest.mark.nightly
-@trials(40)
+@set_trials(40)
 @given(g=generate_geometries(few=True), seed=seeds)
 def test_convolution_that_leaves_few_pixels(g: Geometry, seed: int):
     """Two more layers and a batch norm then run on all ranks alike."""
     conv = nn.Conv2d(2, 3, g.kernel, g.stride, g.padding, g.dilation)
     model = nn.Sequential(conv, nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1), nn.Flatten())
-    check(with_whole_weights(model, seed), whole_numbers(2, 2, *g.image_px, seed=seed), g.grid)
+    check(with_whole_weights(model, seed), make_whole_numbers(2, 2, *g.image_px, seed=seed), g.grid)
 
 
-@trials(30)
+@set_trials(30)
 @given(g=generate_geometries(pool=True, few=True), ceil=st.booleans(), seed=seeds)
 def test_max_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, seed: int):
     pool = nn.MaxPool2d(g.kernel, g.stride, g.padding, g.dilation, ceil_mode=ceil)
-    image = whole_numbers(2, 2, *g.image_px, seed=seed)
+    image = make_whole_numbers(2, 2, *g.image_px, seed=seed)
     assume(pool(image).isfinite().all())
     check(nn.Sequential(pool, nn.Flatten()), image, g.grid)
 
 
-@trials(40)
+@set_trials(40)
 @given(
     g=generate_geometries(pool=True, dilated=False, few=True),
     ceil=st.booleans(),
@@ -220,18 +224,20 @@ def test_max_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, seed: int):
 def test_average_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, counted: bool, divisor: int | None, seed: int):
     """Bit-equal: pixels and gradients are multiples of 144, which every count divides."""
     model = nn.Sequential(nn.AvgPool2d(g.kernel, g.stride, g.padding, ceil, counted, divisor), nn.Flatten())
-    image = whole_numbers(2, 2, *g.image_px, seed=seed, step=144)
-    check(model, image, g.grid, labels=whole_numbers(*model(image).shape, seed=seed, step=144))
+    image = make_whole_numbers(2, 2, *g.image_px, seed=seed, step=144)
+    check(model, image, g.grid, labels=make_whole_numbers(*model(image).shape, seed=seed, step=144))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
-@trials(30)
+@set_trials(30)
 @given(case=generate_images_on_grids(), rows=st.integers(1, 3), cols=st.integers(1, 3), seed=seeds)
 def test_adaptive_pool_of_few_cells(kind: type[nn.Module], case: tuple[Grid, Pair], rows: int, cols: int, seed: int):
     grid, size_px = case
     assume((rows < grid.rows or cols < grid.cols) and (rows, cols) != (1, 1))
-    check(nn.Sequential(kind((rows, cols)), nn.Flatten()), whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
+    check(
+        nn.Sequential(kind((rows, cols)), nn.Flatten()), make_whole_numbers(2, 2, *size_px, seed=seed), grid, same=close
+    )
 
 
 class Pyramid(nn.Module):
@@ -247,18 +253,20 @@ class Pyramid(nn.Module):
 
 
 @pytest.mark.nightly
-@trials(10)
+@set_trials(10)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_a_pyramid_of_pools(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
-    check(with_whole_weights(Pyramid(), seed), whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
+    check(with_whole_weights(Pyramid(), seed), make_whole_numbers(2, 2, *size_px, seed=seed), grid, same=close)
 
 
 # ---- what it takes, and where it ends
 
 
 def make_compiler(function: object, shape: tuple[int, ...], grid: str = "2x2") -> Compiler:
-    return Compiler(prepare(function, tiled(grid), shape, lambda made, labels: made.sum()).graph, tiled(grid))
+    return Compiler(
+        prepare(function, make_tiled_plan(grid), shape, lambda made, labels: made.sum()).graph, make_tiled_plan(grid)
+    )
 
 
 def test_a_value_is_gathered_once_however_many_read_it():
@@ -302,7 +310,7 @@ class Looks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("grid", whole_numbers(1, 5, 4, 2, low=-1, high=1).double())
+        self.register_buffer("grid", make_whole_numbers(1, 5, 4, 2, low=-1, high=1).double())
 
     def forward(self, x: Tensor) -> Tensor:
         return F.grid_sample(x, self.grid, align_corners=True)
@@ -315,5 +323,5 @@ def write_row(x: Tensor) -> Tensor:
 
 
 def test_places_that_the_model_holds_and_rows_that_are_channels_of_the_whole():
-    check(Looks(), whole_numbers(1, 2, 6, 8), Grid(2, 2), same=close)
-    check(write_row, whole_numbers(1, 6, 6, 8), Grid(2, 2), same=close)
+    check(Looks(), make_whole_numbers(1, 2, 6, 8), Grid(2, 2), same=close)
+    check(write_row, make_whole_numbers(1, 6, 6, 8), Grid(2, 2), same=close)

@@ -12,7 +12,7 @@ from mpi4dl_nb.engines.images.dataset import LabelledImages
 from tests import real
 
 pytestmark = pytest.mark.skipif(
-    real.data() is None, reason="there is no ../shared/data, and no folder that MPI4DL_NB_DATA names"
+    real.find_data() is None, reason="there is no ../shared/data, and no folder that MPI4DL_NB_DATA names"
 )
 
 STRIPS = Plan(split_size=2, spatial_size=2, num_spatial_parts=2, slice_method="horizontal", precision="float64")
@@ -23,7 +23,7 @@ EPSILON = 1e-9
 
 
 def compute_losses(plan: Plan, images: LabelledImages, segments: bool) -> tuple[float, ...]:
-    model, loss = (real.segmenter(0), real.nuclei_loss) if segments else (real.classifier(0), None)
+    model, loss = (real.make_segmenter(0), real.compute_nuclei_loss) if segments else (real.make_classifier(0), None)
     with Cluster(plan.ranks, backend="loopback") as cluster:
         training = Training(model, plan, cluster, (2, 3, *images.shape(0)), loss)
         history = training.fit(images, epochs=2, progress=False, steps=3, seed=1, workers=plan.ranks % 2)
@@ -36,7 +36,7 @@ def compute_losses(plan: Plan, images: LabelledImages, segments: bool) -> tuple[
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips in two stages"])
 def test_nuclei_by_one_rank_and_by_four(plan: Plan, tmp_path: Path):
     """Crops of BreCaHAD with their masks, mirrored and turned."""
-    train, judge = real.brecahad(real.data(), tmp_path, None)
+    train, judge = real.make_brecahad(real.find_data(), tmp_path, None)
     assert (len(train), len(judge)) == (18, 6)
     crops = Augmented(train, ("flip", "rotate", "stain"), (64, 96))
     one, four = (compute_losses(each, crops, segments=True) for each in (ALONE, plan))
@@ -47,7 +47,7 @@ def test_nuclei_by_one_rank_and_by_four(plan: Plan, tmp_path: Path):
 @pytest.mark.nightly
 def test_cells_by_one_rank_and_by_four(tmp_path: Path):
     """BCCD, three kinds of cells."""
-    train, judge = real.bccd(real.data(), tmp_path, 32)
+    train, judge = real.make_bccd(real.find_data(), tmp_path, 32)
     assert len(train) > 600
     assert len(judge) > 150
     assert train.classes == judge.classes == 3
@@ -56,7 +56,7 @@ def test_cells_by_one_rank_and_by_four(tmp_path: Path):
 
 
 def test_no_picture_is_on_both_sides(tmp_path: Path):
-    for sides in (real.brecahad(real.data(), tmp_path), real.bccd(real.data(), tmp_path)):
+    for sides in (real.make_brecahad(real.find_data(), tmp_path), real.make_bccd(real.find_data(), tmp_path)):
         train, judge = ({images.slide(index) for index in range(len(images))} for images in sides)
         assert train
         assert judge
