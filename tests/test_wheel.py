@@ -48,7 +48,7 @@ def test_the_sdist_has_what_a_build_reads(built: Path):
         "pyproject.toml",
         "README.md",
         "LICENSE",
-        "mpi4dl_nb/widgets/figure_view.js",
+        "mpi4dl_nb/page/figure/figure_view.js",
         "mpi4dl_nb/engines/plan/__init__.py",
     } <= names
 

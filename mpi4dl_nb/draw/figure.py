@@ -23,7 +23,7 @@ from matplotlib.text import Text
 
 from mpi4dl_nb.draw.plain_text import PlainCanvas, is_mathematics
 
-STYLE = pathlib.Path(__file__).parents[1].joinpath("page/drawing.css").read_text(encoding="utf-8")
+STYLE = pathlib.Path(__file__).parents[1].joinpath("page/figure/drawing.css").read_text(encoding="utf-8")
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
 TILE_COLOURS = (BLUE, ORANGE, "#007d5a", "#a3338a")
 """Of tiles: those of an even row alternate between the first two, of an odd row between the others, so that all

@@ -22,7 +22,7 @@ EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
 KEPT = 16  # cached regions
 Pixel = tuple[int, int]
 """Row and column."""
-TILE_PX = 256  # as in page/pyramid.js
+TILE_PX = 256  # as in page/slicer/pyramid.js
 QUALITY = 88  # of JPEG, for levels whose pixels are means anyway
 
 

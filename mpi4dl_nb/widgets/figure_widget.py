@@ -18,20 +18,11 @@ from IPython.display import HTML, DisplayHandle, display
 
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
-from mpi4dl_nb.widgets.page_modules import read_style
+from mpi4dl_nb.widgets.page_modules import read_code, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView
 from mpi4dl_nb.widgets.saved_frame import FRAME_PICTURE_BYTES, make_frame
 from mpi4dl_nb.widgets.saved_page import PICTURE_BYTES, save_page
 from mpi4dl_nb.widgets.saved_view import SavedPart
-
-
-def read_code(file: str) -> str:
-    """Return the text of a file beside this one: a script or a style sheet of a widget.
-
-    A widget that has the path instead is connected to a watcher of the file, which keeps it in memory for good.
-    """
-    return Path(__file__).with_name(file).read_text(encoding="utf-8")
-
 
 # A slider with an accessible name, which the slider of ipywidgets lacks for screen readers.
 
@@ -39,7 +30,7 @@ def read_code(file: str) -> str:
 class RangeBar(PageView):
     """A slider for an integer from `min` to `max`. `value` changes on release, or with each arrow key."""
 
-    _esm = read_code("range_bar.js")
+    _esm = read_code("figure/range_bar.js")
     value = traitlets.Int().tag(sync=True)
     min = traitlets.Int().tag(sync=True)
     max = traitlets.Int().tag(sync=True)
@@ -139,8 +130,8 @@ class FigureView(PageView):
     `paper` is what a dark theme darkens of it.
     """
 
-    _esm = read_code("figure_view.js")
-    _css = read_style("drawing.css", "figure_view.css")
+    _esm = read_code("figure/figure_view.js")
+    _css = read_style("figure/drawing.css", "figure/figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
     paper = traitlets.Unicode("").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)

@@ -1,4 +1,7 @@
-"""Joins the ES modules of `mpi4dl_nb/page` into one: a notebook takes the code of a widget as a single module."""
+"""Joins the ES modules of `mpi4dl_nb/page` into one: a notebook takes the code of a widget as a single module.
+
+There is a folder for each widget, and `shared` for what several need.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1].joinpath("page")
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<file>[\w.]+)";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import \{[^}]*\} from "(?P<file>\.{1,2}/[\w./]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
 _DEFAULT = re.compile(r"^export default (?P<object>\{[^}]*\});\s*\Z", re.MULTILINE)
 
@@ -16,22 +19,25 @@ _DEFAULT = re.compile(r"^export default (?P<object>\{[^}]*\});\s*\Z", re.MULTILI
 def join_modules(entry: str) -> str:
     """Return module `entry` and all modules that it imports as one module, each once, before those that import it.
 
-    The modules import by `import { name } from "./file.js";` only, so that joined text without these lines means the
-    same. Their names must differ, which `tests/page` checks. No network is needed, and no build.
+    The modules import by `import { name } from "./file.js";` only, or from another folder, so that joined text without
+    these lines means the same. Their names must differ, which `tests/page` checks. No network is needed, and no build.
 
-    >>> join_modules("transform.js").startswith("//")
+    >>> join_modules("slicer/transform.js").startswith("//")
     True
     """
-    texts: dict[str, str] = {}
+    texts: dict[Path, str] = {}
 
-    def visit(file: str) -> None:
-        text = FOLDER.joinpath(file).read_text(encoding="utf-8")
+    def visit(path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
         for match in _IMPORT.finditer(text):
-            if match["file"] not in texts:
-                visit(match["file"])
-        texts[file] = _EXPORT.sub("", _IMPORT.sub("", text)) if file != entry else _IMPORT.sub("", text)
+            imported = (path.parent / match["file"]).resolve()
+            if imported not in texts:
+                visit(imported)
+        bare = _IMPORT.sub("", text)
+        texts[path] = bare if path == first else _EXPORT.sub("", bare)
 
-    visit(entry)
+    first = FOLDER.joinpath(entry).resolve()
+    visit(first)
     return "\n".join(texts.values())
 
 
@@ -49,4 +55,12 @@ def wrap_module(code: str) -> str:
 
 def read_style(*files: str) -> str:
     """Return the style sheet of all widgets, followed by `files`."""
-    return "\n".join(FOLDER.joinpath(file).read_text(encoding="utf-8") for file in ("page.css", *files))
+    return "\n".join(map(read_code, ("shared/page.css", *files)))
+
+
+def read_code(file: str) -> str:
+    """Return the text of a file of the page.
+
+    A widget that has the path instead is connected to a watcher of the file, which keeps it in memory for good.
+    """
+    return FOLDER.joinpath(file).read_text(encoding="utf-8")

@@ -133,8 +133,8 @@ class PlanView(BoundedView):
     `plan` in each of them tells the page which of them belong to the plan that is shown.
     """
 
-    _esm = join_modules("plan_view.js")
-    _css = read_style("plan.css")
+    _esm = join_modules("plan/plan_view.js")
+    _css = read_style("plan/plan.css")
     options = traitlets.List().tag(sync=True)
     values = traitlets.Dict().tag(sync=True)
     errors = traitlets.Dict().tag(sync=True)

@@ -143,7 +143,7 @@ def _make_still(part: Saveable | Drawing) -> str:
 
 
 def _list_styles(views: Sequence[SavedView]) -> list[str]:
-    return list(dict.fromkeys([read_style("saved_page.css"), *(view.style for view in views)]))
+    return list(dict.fromkeys([read_style("saved/saved_page.css"), *(view.style for view in views)]))
 
 
 def _format_part(part: SavedPart, still: str, codes: Sequence[str]) -> str:
@@ -186,6 +186,6 @@ def _pack(data: Mapping[str, Any]) -> str:
 
 def _make_script(codes: Sequence[str]) -> str:
     """Return the script of a page, with the module of each view."""
-    own, makers = wrap_module(join_modules("saved_page.js")), ",\n".join(map(wrap_module, codes))
+    own, makers = wrap_module(join_modules("saved/saved_page.js")), ",\n".join(map(wrap_module, codes))
     script = f"({own})().showPage([{makers}], {json.dumps(NO_KERNEL)});"
     return script.replace("</script", "<\\/script")

@@ -30,8 +30,8 @@ class SavedView:
 class SavedPart:
     """A widget of a saved page: its views from top to bottom, or `html` in place of them, and remarks below.
 
-    `links` says which values of the views follow each other, see `page/saved_links.js`. With `is_side_by_side` the
-    first view has the others beside it where there is room.
+    `links` says which values of the views follow each other, see `page/saved/saved_links.js`. With `is_side_by_side`
+    the first view has the others beside it where there is room.
     """
 
     views: Sequence[SavedView] = ()

@@ -73,8 +73,8 @@ class SlicerView(BoundedView):
     asks for them.
     """
 
-    _esm = join_modules("slicer.js")
-    _css = read_style("slicer.css")
+    _esm = join_modules("slicer/slicer.js")
+    _css = read_style("slicer/slicer.css")
     facts = traitlets.Dict().tag(sync=True)
     numbers = traitlets.Bytes(b"").tag(sync=True)
     preview = traitlets.Bytes(b"").tag(sync=True)

@@ -59,8 +59,8 @@ class StepScene(BoundedView):
     returns the frames for a page that is opened later.
     """
 
-    _esm = join_modules("stepper_view.js")
-    _css = read_style("stepper.css")
+    _esm = join_modules("stepper/stepper_view.js")
+    _css = read_style("stepper/stepper.css")
     setup = traitlets.Dict().tag(sync=True)
     palettes = traitlets.Bytes(b"").tag(sync=True)
     meta = traitlets.Dict().tag(sync=True)

@@ -42,8 +42,8 @@ class TimelineView(StillFigure, BoundedView):
     """
 
     frame_px = 480
-    _esm = join_modules("timeline.js")
-    _css = read_style("timeline.css")
+    _esm = join_modules("timeline/timeline.js")
+    _css = read_style("timeline/timeline.css")
     words = traitlets.Dict().tag(sync=True)
     times = traitlets.Bytes(b"").tag(sync=True)
     codes = traitlets.Bytes(b"").tag(sync=True)

@@ -25,8 +25,8 @@ from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
-from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown, read_code
-from mpi4dl_nb.widgets.page_modules import join_modules, read_style
+from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown
+from mpi4dl_nb.widgets.page_modules import join_modules, read_code, read_style
 from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, PageView, Request
 from mpi4dl_nb.widgets.saved_view import SavedPart
 
@@ -40,8 +40,8 @@ class ChoiceTable(PageView):
     and `knows(value)` returns whether there is one with this value.
     """
 
-    _esm = read_code("choice_table.js")
-    _css = read_code("choice_table.css")
+    _esm = read_code("tuning/choice_table.js")
+    _css = read_code("tuning/choice_table.css")
     html = traitlets.Unicode("").tag(sync=True)
     chosen = traitlets.Unicode("").tag(sync=True)
     summary = traitlets.Unicode("").tag(sync=True)
@@ -61,8 +61,8 @@ class TuningView(BoundedView):
     row may have moved. `knows(plan)` returns whether there is such a plan.
     """
 
-    _esm = join_modules("tuning.js")
-    _css = read_style("tuning.css")
+    _esm = join_modules("tuning/tuning.js")
+    _css = read_style("tuning/tuning.css")
     words = traitlets.Dict().tag(sync=True)
     chosen = traitlets.Unicode("").tag(sync=True)
     busy = traitlets.Bool(False).tag(sync=True)

@@ -1,9 +1,9 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { findStep, listSteps } from "../../mpi4dl_nb/page/plan_controls.js";
-import { describeChange, scaleGauge } from "../../mpi4dl_nb/page/plan_gauges.js";
-import { SettingSender } from "../../mpi4dl_nb/page/plan_view.js";
+import { findStep, listSteps } from "../../mpi4dl_nb/page/plan/plan_controls.js";
+import { describeChange, scaleGauge } from "../../mpi4dl_nb/page/plan/plan_gauges.js";
+import { SettingSender } from "../../mpi4dl_nb/page/plan/plan_view.js";
 
 test("a slider stands at the nearest of its steps", () => {
   assert.equal(findStep([64, 96, 128], 100), 1);

@@ -1,10 +1,10 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { fillFront } from "../../mpi4dl_nb/page/plan_drawing.js";
-import { describeBlock, findBlockAt, moveBlockFocus } from "../../mpi4dl_nb/page/plan_focus.js";
-import { fillTexture, getTexture } from "../../mpi4dl_nb/page/plan_paint.js";
-import { buildPlanScene, fitPlanScene, placeBlock, readBlocks } from "../../mpi4dl_nb/page/plan_scene.js";
+import { fillFront } from "../../mpi4dl_nb/page/plan/plan_drawing.js";
+import { describeBlock, findBlockAt, moveBlockFocus } from "../../mpi4dl_nb/page/plan/plan_focus.js";
+import { fillTexture, getTexture } from "../../mpi4dl_nb/page/plan/plan_paint.js";
+import { buildPlanScene, fitPlanScene, placeBlock, readBlocks } from "../../mpi4dl_nb/page/plan/plan_scene.js";
 
 const STAGES = [
   { name: "stage 0", words: "2 x 3 tiles of 32 x 32 px", cols: 3, spatial: true, shared: false },

@@ -1,11 +1,11 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { chooseScaleBar, formatBytes, formatExtent } from "../../mpi4dl_nb/page/format.js";
-import { chooseTileColour, widenPiece } from "../../mpi4dl_nb/page/halo_shapes.js";
-import { LayerTable } from "../../mpi4dl_nb/page/layer_table.js";
-import { describePlace, listTileLines } from "../../mpi4dl_nb/page/slicer_words.js";
-import { TILE_PX, TileCache, chooseLevel, getTileRectangle, listTiles } from "../../mpi4dl_nb/page/pyramid.js";
+import { chooseScaleBar, formatBytes, formatExtent } from "../../mpi4dl_nb/page/shared/format.js";
+import { chooseTileColour, widenPiece } from "../../mpi4dl_nb/page/slicer/halo_shapes.js";
+import { LayerTable } from "../../mpi4dl_nb/page/slicer/layer_table.js";
+import { describePlace, listTileLines } from "../../mpi4dl_nb/page/slicer/slicer_words.js";
+import { TILE_PX, TileCache, chooseLevel, getTileRectangle, listTiles } from "../../mpi4dl_nb/page/slicer/pyramid.js";
 
 test("bytes are written as the kernel writes them", () => {
   assert.deepEqual([12, 3072, 1 << 20, 1023 * 1024].map(formatBytes), ["12 bytes", "3.0 KB", "1.0 MB", "1.0 MB"]);

@@ -4,18 +4,18 @@ import test from "node:test";
 import {
   SIGN_PX, cutHalo, findMiddle, findPixel, getCellHead, locateMessage, locateTile, placePanels, placeRanks, placeSumSign,
   splitHalo,
-} from "../../mpi4dl_nb/page/exchange_layout.js";
+} from "../../mpi4dl_nb/page/stepper/exchange_layout.js";
 import {
   bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
-} from "../../mpi4dl_nb/page/exchange_motion.js";
-import { clampStart, cutStrip } from "../../mpi4dl_nb/page/message_strips.js";
-import { readFloats, readIntegers } from "../../mpi4dl_nb/page/numbers.js";
-import { isInside } from "../../mpi4dl_nb/page/rectangles.js";
-import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/step_controls.js";
-import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
-import { handleStepKey } from "../../mpi4dl_nb/page/step_keys.js";
-import { describePixel, movePixel } from "../../mpi4dl_nb/page/step_pixels.js";
-import { StepPlayer } from "../../mpi4dl_nb/page/step_player.js";
+} from "../../mpi4dl_nb/page/stepper/exchange_motion.js";
+import { clampStart, cutStrip } from "../../mpi4dl_nb/page/stepper/message_strips.js";
+import { readFloats, readIntegers } from "../../mpi4dl_nb/page/shared/numbers.js";
+import { isInside } from "../../mpi4dl_nb/page/shared/rectangles.js";
+import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/stepper/step_controls.js";
+import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/stepper/step_frames.js";
+import { handleStepKey } from "../../mpi4dl_nb/page/stepper/step_keys.js";
+import { describePixel, movePixel } from "../../mpi4dl_nb/page/stepper/step_pixels.js";
+import { StepPlayer } from "../../mpi4dl_nb/page/stepper/step_player.js";
 
 // Four tiles of 2 x 2 in stage 0, and one rank in stage 1; an image of 40 x 60 px.
 const SETUP = {

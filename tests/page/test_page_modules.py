@@ -13,18 +13,18 @@ from playwright._impl._driver import compute_driver_executable
 from mpi4dl_nb.widgets.page_modules import FOLDER, join_modules, read_style
 
 NODE = compute_driver_executable()[0]  # the one that drives Chromium in the tests: installed with them
-MODULES = sorted(each.name for each in FOLDER.glob("*.js"))
+MODULES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.js"))
 TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
 EXPORTS = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 NAMES = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 
 
 PAGES = {
-    "plan.css": "plan_view.js",
-    "slicer.css": "slicer.js",
-    "stepper.css": "stepper_view.js",
-    "timeline.css": "timeline.js",
-    "tuning.css": "tuning.js",
+    "plan/plan.css": "plan/plan_view.js",
+    "slicer/slicer.css": "slicer/slicer.js",
+    "stepper/stepper.css": "stepper/stepper_view.js",
+    "timeline/timeline.css": "timeline/timeline.js",
+    "tuning/tuning.css": "tuning/tuning.js",
 }
 
 
@@ -49,14 +49,15 @@ def test_joined_modules_are_a_module(entry):
 
 
 def test_what_a_module_exports_is_imported():
-    texts = {path.name: path.read_text() for path in (*FOLDER.glob("*.js"), *TESTS)}
+    modules = {path.name: path.read_text() for path in FOLDER.rglob("*.js")}
+    assert len(modules) == len(MODULES), "two files have one name"
     imported = {
         (found["file"], name)
-        for text in texts.values()
+        for text in (*modules.values(), *(path.read_text() for path in TESTS))
         for found in re.finditer(r'^import \{(?P<names>[^}]*)\} from "[./\w]*?(?P<file>\w+\.js)";', text, re.MULTILINE)
         for name in re.findall(r"\w+", found["names"])
     }
-    exported = {(file, name) for file in MODULES for name in EXPORTS.findall(texts[file])}
+    exported = {(file, name) for file, text in modules.items() for name in EXPORTS.findall(text)}
     assert exported - imported == set()
     assert imported - exported == set()
 

@@ -1,19 +1,19 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { formatBytes, formatDuration, formatShare } from "../../mpi4dl_nb/page/format.js";
-import { DRAG_PX, listenToDrag } from "../../mpi4dl_nb/page/pointer_drag.js";
-import { fillStrip } from "../../mpi4dl_nb/page/strips.js";
-import { pickInk } from "../../mpi4dl_nb/page/textures.js";
-import { labelEvent, makeLanes, makeRuns, matchPredicted, unpackEvents } from "../../mpi4dl_nb/page/timeline_data.js";
-import { handleTimelineKey, listenToPointer } from "../../mpi4dl_nb/page/timeline_input.js";
-import { describeLeftOut, findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "../../mpi4dl_nb/page/timeline_layout.js";
-import { dragWindow, findHandle, getWindow } from "../../mpi4dl_nb/page/timeline_overview.js";
-import { TimelineScene } from "../../mpi4dl_nb/page/timeline_scene.js";
+import { formatBytes, formatDuration, formatShare } from "../../mpi4dl_nb/page/shared/format.js";
+import { DRAG_PX, listenToDrag } from "../../mpi4dl_nb/page/shared/pointer_drag.js";
+import { fillStrip } from "../../mpi4dl_nb/page/timeline/strips.js";
+import { pickInk } from "../../mpi4dl_nb/page/shared/textures.js";
+import { labelEvent, makeLanes, makeRuns, matchPredicted, unpackEvents } from "../../mpi4dl_nb/page/timeline/timeline_data.js";
+import { handleTimelineKey, listenToPointer } from "../../mpi4dl_nb/page/timeline/timeline_input.js";
+import { describeLeftOut, findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "../../mpi4dl_nb/page/timeline/timeline_layout.js";
+import { dragWindow, findHandle, getWindow } from "../../mpi4dl_nb/page/timeline/timeline_overview.js";
+import { TimelineScene } from "../../mpi4dl_nb/page/timeline/timeline_scene.js";
 import {
   findBarAt, findFirst, findVisible, limitSpan, makeTicks, mergeBars, panSpan, revealSpan, zoomSpan,
-} from "../../mpi4dl_nb/page/timeline_span.js";
-import { describeEvent, formatTick, searchEvents } from "../../mpi4dl_nb/page/timeline_text.js";
+} from "../../mpi4dl_nb/page/timeline/timeline_span.js";
+import { describeEvent, formatTick, searchEvents } from "../../mpi4dl_nb/page/timeline/timeline_text.js";
 
 const close = (found, wanted) => assert.ok(Math.abs(found - wanted) < 1e-9, `${found}, not ${wanted}`);
 

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { fitRectangle, fitTransform, getVisible, keepInView, panBy, toScene, toScreen, zoomAt }
-  from "../../mpi4dl_nb/page/transform.js";
+  from "../../mpi4dl_nb/page/slicer/transform.js";
 
 const close = (found, wanted) => found.forEach((value, at) => assert.ok(Math.abs(value - wanted[at]) < 1e-9, `${found}`));
 

@@ -4,7 +4,7 @@ import test from "node:test";
 import {
   drawPointShape, findNearestPoint, findNextPoint, fitAxis, layOutPoints, makeAxisTicks, makeByteTicks, placeOnAxis,
   shortenZeros, traceFront,
-} from "../../mpi4dl_nb/page/tuning_layout.js";
+} from "../../mpi4dl_nb/page/tuning/tuning_layout.js";
 
 const MB = 2 ** 20;
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-import mpi4dl_nb.widgets
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.widgets.figure_widget import Slider
 from mpi4dl_nb.widgets.monitor import Monitor
+from mpi4dl_nb.widgets.page_modules import FOLDER
 
-SCRIPTS = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js"))
+SCRIPTS = [*sorted(FOLDER.joinpath("figure").glob("*.js")), FOLDER / "tuning" / "choice_table.js"]
 
 
 def make_drawing(alt: str) -> Drawing:
@@ -60,9 +59,7 @@ def test_a_page_that_cannot_run_widgets_gets_the_figure_with_its_words():
     assert 'alt="a picture of nothing"' in bundle["text/html"]
 
 
-@pytest.mark.parametrize(
-    "script", sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_page_shows_every_change_of_what_it_reads(script):
     """A change of any value that a script reads, even of that value alone, has a handler that is removed at the end."""
     text = script.read_text()

@@ -1,0 +1,189 @@
+// The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
+
+import { fitCanvas } from "../shared/canvas.js";
+import { makeElement, makeFrameLoop, readColours, watchTheme } from "../shared/elements.js";
+import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
+import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
+import { fillTexture, getBlockFaces } from "./plan_paint.js";
+import { buildPlanScene, fitPlanScene, readBlocks } from "./plan_scene.js";
+
+const MARGINS = [14, 36, 58, 14];
+const KEYS = "Arrow keys: next tile, then next stage. Page up and down: stage. Home, End: first and last.";
+
+/** Shows a plan in `host`, and tells what is under the pointer or the focus: in a card, and by `status` aloud. */
+export class PlanPicture {
+  constructor(host, status, legend) {
+    this.host = host;
+    this.status = status;
+    this.legend = legend;
+    this.canvas = makeElement("canvas", {
+      class: "mpi4dl-plan-canvas", tabindex: "0", role: "application", "aria-roledescription": "picture of a plan",
+      "data-lm-suppress-shortcuts": "true", title: "",
+    });
+    this.room = makeElement("div", { class: "mpi4dl-plan-room" }, this.canvas);
+    host.append(this.room);
+    this.card = makeElement("div", { class: "mpi4dl-plan-card", "aria-hidden": "true" });
+    host.append(this.card);
+    this.still = document.createElement("canvas");
+    [this.hovered, this.focused, this.copy, this.stages] = [-1, -1, 0, []];
+    [this.numbers, this.ofRank, this.groups, this.isStale] = [new Int32Array(), new Int32Array(), [], true];
+    this.request = makeFrameLoop(() => this.draw());
+    this.observer = new ResizeObserver(() => this.layOut());
+    this.observer.observe(this.room);
+    this.stopWatching = watchTheme(() => this.paint());
+    this.listen();
+  }
+
+  listen() {
+    this.canvas.addEventListener("pointermove", (event) => this.hover(event.offsetX, event.offsetY));
+    this.canvas.addEventListener("pointerleave", () => this.mean("hovered", -1));
+    this.canvas.addEventListener("click", () => { if (this.hovered >= 0) this.mean("focused", this.hovered); });
+    this.canvas.addEventListener("focus", () => {
+      if (this.focused < 0) this.mean("focused", moveBlockFocus(this.scene?.boxes ?? [], -1, "Home"));
+    });
+    this.canvas.addEventListener("keydown", (event) => {
+      if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+      const there = moveBlockFocus(this.scene?.boxes ?? [], this.focused, event.key);
+      if (there < 0) return;
+      event.preventDefault();
+      event.stopPropagation();
+      this.mean("focused", there);
+    });
+  }
+
+  /** Show where the ranks of a plan are: its shape, the rows of its blocks, and the image's [rows, columns]. */
+  showShape(shape, numbers, size) {
+    const known = this.describeFocus();
+    [this.stages, this.numbers, this.size] = [shape.stages ?? [], numbers, size];
+    this.copy = Math.min(this.copy, Math.max(0, (shape.copies ?? []).length - 1));
+    this.canvas.setAttribute("aria-label", `${shape.summary}. ${shape.left_out ?? ""} ${KEYS}`);
+    this.layOut(known);
+  }
+
+  /** Show another copy of the model. */
+  showCopy(copy) {
+    this.copy = copy;
+    this.layOut();
+  }
+
+  /** Show what the ranks hold: groups of equal load, and the number of each rank's group. */
+  showLoads(groups, ofRank, isStale) {
+    [this.groups, this.ofRank, this.isStale] = [groups, ofRank, isStale];
+    this.showLegend();
+    this.paint();
+    if (this.focused >= 0 || this.hovered >= 0) this.tell();
+  }
+
+  getLoad(block) {
+    return this.isStale ? undefined : this.groups[this.ofRank[block.rank]];
+  }
+
+  describeFocus() {
+    return this.scene?.boxes[this.focused]?.block;
+  }
+
+  layOut(known = this.describeFocus()) {
+    const { clientWidth: width, clientHeight: height } = this.room;
+    if (!width || !height || !this.size) return;
+    this.scene = buildPlanScene(this.stages, readBlocks(this.numbers, this.copy), this.size);
+    this.transform = fitPlanScene(this.scene, [width, height], MARGINS);
+    this.view = [width, height];
+    this.hovered = -1;
+    const isKnown = ({ block }) => block.rank === known.rank && block.stage === known.stage;
+    this.focused = known ? this.scene.boxes.findIndex(isKnown) : -1;
+    this.paint();
+    this.tell();
+  }
+
+  /** Paint everything but the outlines once, so that a hover only copies it. */
+  paint() {
+    if (!this.scene) return;
+    const [width, height] = this.view, context = fitCanvas(this.still, width, height);
+    this.colours = readColours(this.host);
+    this.still.dataset.font = getComputedStyle(this.host).fontFamily;
+    context.clearRect(0, 0, width, height);
+    this.paintScene(context);
+    this.request();
+  }
+
+  paintScene(context) {
+    const { scene, transform, colours } = this, room = scene.gap * transform.scale * 0.866 - 6;
+    // Flows out of a sheet are drawn before it, so that they begin at its edge and no number is crossed out.
+    drawFlows(context, scene.flows[0] ?? [], transform, colours);
+    drawImageSheet(context, scene, transform, colours);
+    this.stages.forEach((stage, number) => {
+      drawFlows(context, scene.flows[number + 1] ?? [], transform, colours);
+      for (const box of scene.boxes) {
+        if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block), colours);
+      }
+    });
+    writeSheetName(context, scene.foot, transform, "image", `${this.size[0]} x ${this.size[1]} px`, room, colours);
+    this.stages.forEach((stage, number) =>
+      writeSheetName(context, scene.sheets[number].foot, transform, stage.name, stage.words, room, colours));
+  }
+
+  draw() {
+    const [width, height] = this.view, context = fitCanvas(this.canvas, width, height);
+    context.clearRect(0, 0, width, height);
+    context.drawImage(this.still, 0, 0, width, height);
+    for (const [index, edge] of [[this.focused, 3], [this.hovered, 2]]) {
+      const box = this.scene?.boxes[index];
+      if (box) drawOutline(context, box, this.transform, this.colours, edge);
+    }
+  }
+
+  hover(x, y) {
+    if (!this.scene) return;
+    const { scale, x: dx, y: dy } = this.transform;
+    this.mean("hovered", findBlockAt(this.scene.boxes, (x - dx) / scale, (y - dy) / scale));
+  }
+
+  /** Take block `index` as the one that is `hovered` or `focused`, and tell what it is. */
+  mean(how, index) {
+    if (this[how] === index) return;
+    this[how] = index;
+    this.request();
+    this.tell();
+  }
+
+  tell() {
+    const box = this.scene?.boxes[this.hovered >= 0 ? this.hovered : this.focused];
+    if (!box) {
+      this.card.textContent = "Point at a rank, or go there with Tab and the arrow keys, to see what it holds.";
+      return;
+    }
+    const lines = describeBlock(box.block, this.stages, this.getLoad(box.block));
+    this.card.replaceChildren(...lines.map((text) => makeElement("div", { text })));
+    if (this.status.textContent !== lines.join(", ")) this.status.textContent = lines.join(", ");
+  }
+
+  showLegend() {
+    const counts = new Map();
+    for (const index of this.isStale ? [] : this.ofRank) {
+      const group = this.groups[index];
+      if (group) counts.set(group.level, [group.word, (counts.get(group.level)?.[1] ?? 0) + 1]);
+    }
+    const items = [...counts].sort(([one], [other]) => other - one).map(([level, [word, count]]) => {
+      const swatch = makeElement("canvas", { width: "26", height: "16", "aria-hidden": "true" });
+      const context = swatch.getContext("2d");
+      context.rect(0, 0, 26, 16);
+      context.fillStyle = getBlockFaces(level)[0];
+      context.fill();
+      fillTexture(context, level);
+      const ranks = `${count.toLocaleString("en")} ${count === 1 ? "rank" : "ranks"}`;
+      return makeElement("span", {}, swatch, `${word}: ${ranks}`);
+    });
+    const isKnown = items.length && ![...counts.keys()].some((level) => level < 0);
+    if (isKnown) {
+      items.push(makeElement("span", { text: "A block is filled like a tank; that of the fullest rank is full." }));
+    }
+    this.legend.replaceChildren(...(items.length ? items : ["The memory of the ranks is being counted ..."]));
+  }
+
+  /** End all that the picture has begun. */
+  close() {
+    this.observer.disconnect();
+    this.stopWatching();
+    this.request.cancel();
+  }
+}

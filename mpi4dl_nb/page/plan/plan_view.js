@@ -1,0 +1,125 @@
+// The configurator on the page: controls on the left, the picture of the plan in the middle, its gauges on the right.
+
+import { boundHeight, makeButton, makeElement } from "../shared/elements.js";
+import { readIntegers } from "../shared/numbers.js";
+import { PlanControls } from "./plan_controls.js";
+import { PlanGauges } from "./plan_gauges.js";
+import { PlanPicture } from "./plan_picture.js";
+
+/** Sends what controls set, one message at a time: while an answer is awaited, later values replace earlier ones.
+ *
+ * Every view of a model gets every answer, also those to other views: `answered` is the greatest number so far.
+ */
+export class SettingSender {
+  constructor(send) {
+    [this.send, this.serial, this.answered, this.waiting] = [send, 0, 0, null];
+  }
+
+  /** Whether the kernel has answered everything that was set. */
+  get isQuiet() {
+    return this.answered >= this.serial && !this.waiting;
+  }
+
+  set(values) {
+    this.waiting = { ...this.waiting, ...values };
+    if (this.answered >= this.serial) this.flush();
+  }
+
+  answer(serial) {
+    this.answered = Math.max(this.answered, serial);
+    if (this.waiting && this.answered >= this.serial) this.flush();
+  }
+
+  flush() {
+    const values = this.waiting;
+    this.waiting = null;
+    this.serial = Math.max(this.serial, this.answered) + 1;
+    this.send({ set: values, serial: this.serial });
+  }
+}
+
+function buildColumns(el, start) {
+  const part = (name, attributes = {}, ...children) =>
+    makeElement("div", { class: `mpi4dl-plan-${name}`, ...attributes }, ...children);
+  const parts = {
+    left: part("controls", { role: "group", "aria-label": "options of the plan" }),
+    facts: part("facts"), copies: makeElement("select", { "aria-label": "copy of the model that is drawn" }),
+    doing: part("doing", { role: "status" }), picture: part("picture"), legend: part("legend"),
+    status: part("status mpi4dl-hidden", { role: "status", "aria-live": "polite" }), gauges: part("gauges"),
+    button: makeButton("", undefined, start, { class: "mpi4dl-plan-start" }), place: part("place"),
+    reason: part("reason", { role: "status" }),
+  };
+  const head = part("head", {}, parts.facts, parts.copies);
+  const middle = part("middle", {}, head, parts.doing, parts.picture, parts.legend, parts.status);
+  const right = part("right", {}, parts.gauges, part("run", {}, parts.button, parts.place, parts.reason));
+  const root = makeElement("div", { class: "mpi4dl-page mpi4dl-plan" }, parts.left, middle, right);
+  el.append(part("frame", {}, root));
+  return { ...parts, root };
+}
+
+function showFacts(parts, shape, picture) {
+  parts.facts.replaceChildren(...(shape.facts ?? []).map(([number, words]) =>
+    makeElement("span", {}, makeElement("b", { text: number }), ` ${words}`)));
+  const copies = shape.copies ?? [];
+  parts.copies.hidden = copies.length < 2;
+  if ([...parts.copies.options].map((each) => each.text).join() !== copies.join()) {
+    parts.copies.replaceChildren(...copies.map((text, value) => makeElement("option", { value, text })));
+    parts.copies.value = picture.copy;
+  }
+}
+
+function showStart(parts, start) {
+  parts.button.textContent = start.label ?? "";
+  parts.button.setAttribute("aria-disabled", start.disabled ?? true);
+  parts.place.textContent = start.place ?? "";
+  parts.reason.textContent = start.trouble ? `⚠ ${start.trouble}` : start.reason || start.note || "";
+  parts.reason.title = parts.reason.textContent;
+  parts.reason.classList.toggle("mpi4dl-plan-bad", Boolean(start.trouble));
+}
+
+/** Show the configurator of `model` in `el`. Returns the function that ends it. */
+function renderPlan({ model, el }) {
+  const parts = buildColumns(el, () => model.send({ start: true }));
+  const sender = new SettingSender((content) => model.send(content));
+  const controls = new PlanControls(parts.left, model.get("options"), (values) => sender.set(values));
+  const picture = new PlanPicture(parts.picture, parts.status, parts.legend);
+  const gauges = new PlanGauges(parts.gauges);
+  const show = {
+    shape: () => {
+      const shape = model.get("shape");
+      if (!shape.size) return;
+      picture.showShape(shape, readIntegers(model.get("blocks")), shape.size);
+      showFacts(parts, shape, picture);
+    },
+    loads: () => {
+      const loads = model.get("loads"), isStale = loads.plan !== model.get("shape").plan;
+      picture.showLoads(loads.groups ?? [], readIntegers(model.get("rank_groups")), isStale);
+    },
+    gauges: () => {
+      const { now = [], before = [], plan } = model.get("gauges");
+      const isInvalid = Object.values(model.get("errors")).some(Boolean);
+      gauges.show(now, before, isInvalid || plan !== model.get("shape").plan, isInvalid);
+    },
+    values: () => { if (sender.isQuiet) controls.showValues(model.get("values")); },
+    errors: () => controls.showErrors(model.get("errors")),
+    status: () => { parts.doing.textContent = model.get("status").words ?? ""; },
+    start: () => showStart(parts, model.get("start")),
+    locked: () => controls.lock(model.get("locked") ?? {}),
+    serial: () => { sender.answer(model.get("serial")); show.values(); },
+  };
+  const follow = { errors: ["errors", "gauges"], blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };
+  const observers = Object.entries({ ...show, ...Object.fromEntries(Object.keys(follow).map((name) =>
+    [name, () => follow[name].forEach((each) => show[each]())])) });
+  for (const [name, observer] of observers) model.on(`change:${name}`, observer);
+  sender.serial = sender.answered = model.get("serial");
+  parts.copies.addEventListener("change", () => picture.showCopy(Number(parts.copies.value)));
+  for (const each of Object.values(show)) each();
+  const stop = boundHeight(parts.root, model, () => picture.layOut());
+  return () => {
+    stop();
+    for (const [name, observer] of observers) model.off(`change:${name}`, observer);
+    picture.close();
+  };
+}
+
+export default { render: renderPlan };

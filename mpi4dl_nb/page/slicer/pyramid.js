@@ -1,0 +1,104 @@
+// The tiles of a picture's pyramid: which ones a view needs, and those that are on the page already.
+// Level k has one pixel for 2^k x 2^k pixels of the picture. All tiles have TILE_PX pixels a side, but at the edges.
+
+import { clamp } from "../shared/numbers.js";
+
+export const TILE_PX = 256;
+
+/**
+ * Return the coarsest level that has a pixel for each pixel of the screen, `finest` if none has. `scale`: device px per
+ * picture px.
+ */
+export function chooseLevel(levels, scale, finest = 0) {
+  return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), finest, levels - 1);
+}
+
+/** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first. */
+export function listTiles(level, size, visible) {
+  const side = TILE_PX * 2 ** level;
+  const [width, height] = size;
+  const first = (start) => Math.max(0, Math.floor(start / side));
+  const last = (stop, length) => Math.min(Math.ceil(length / side), Math.ceil(stop / side));
+  const found = [];
+  for (let row = first(visible[1]); row < last(visible[3], height); row += 1) {
+    for (let column = first(visible[0]); column < last(visible[2], width); column += 1) found.push([level, row, column]);
+  }
+  const middle = [(visible[0] + visible[2]) / 2 / side - 0.5, (visible[1] + visible[3]) / 2 / side - 0.5];
+  const distance = ([, row, column]) => Math.hypot(column - middle[0], row - middle[1]);
+  return found.sort((one, other) => distance(one) - distance(other));
+}
+
+/** Return [left, top, width, height] of a tile in pixels of the picture. */
+export function getTileRectangle([level, row, column], size) {
+  const side = TILE_PX * 2 ** level;
+  const left = column * side;
+  const top = row * side;
+  return [left, top, Math.min(side, size[0] - left), Math.min(side, size[1] - top)];
+}
+
+/** Return the name of a tile, for a cache. */
+function nameTile(tile) {
+  return tile.join("/");
+}
+
+/** The tiles that are on the page, at most `most` of them: those used last are kept. `ask` requests missing ones. */
+export class TileCache {
+  constructor(ask, most = 400) {
+    this.ask = ask;
+    this.most = most;
+    this.images = new Map(); // by name, in the order of use
+    this.asked = new Set();
+    this.failed = new Set();
+  }
+
+  /** Return the image of a tile, or undefined if it is not here. */
+  get(tile) {
+    const name = nameTile(tile);
+    const image = this.images.get(name);
+    if (image) {
+      this.images.delete(name);
+      this.images.set(name, image);
+    }
+    return image;
+  }
+
+  /** Ask for those of `tiles` that are neither here nor on their way, and can be read. */
+  want(tiles) {
+    const known = [this.images, this.asked, this.failed];
+    const missing = tiles.filter((tile) => !known.some((each) => each.has(nameTile(tile))));
+    missing.forEach((tile) => this.asked.add(nameTile(tile)));
+    if (missing.length) this.ask(missing);
+  }
+
+  /** Keep the image of a tile that has come. */
+  put(tile, image) {
+    this.asked.delete(nameTile(tile));
+    this.images.set(nameTile(tile), image);
+    for (const [name, old] of this.images) {
+      if (this.images.size <= this.most) break;
+      old.close?.();
+      this.images.delete(name);
+    }
+  }
+
+  /** Ask no more for a tile that cannot be read, until `retry`. */
+  fail(tile) {
+    this.asked.delete(nameTile(tile));
+    this.failed.add(nameTile(tile));
+  }
+
+  /** Let `want` ask again for what could not be read. */
+  retry() {
+    this.failed.clear();
+  }
+
+  /** Return the nearest tile that is here and covers `tile`, with its image; undefined if there is none. */
+  findAncestor([level, row, column], levels) {
+    for (let up = 1; level + up < levels; up += 1) {
+      const tile = [level + up, row >> up, column >> up];
+      const image = this.get(tile);
+      if (image) return { tile, image };
+    }
+    return undefined;
+  }
+}

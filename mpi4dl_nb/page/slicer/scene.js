@@ -1,0 +1,220 @@
+// A scene on a canvas: one transform, moved by wheel, drag, pinch and keys; what is on it is painted by its owner.
+
+import { fitCanvas } from "../shared/canvas.js";
+import { Tooltip, makeElement, makeFrameLoop } from "../shared/elements.js";
+import { clamp } from "../shared/numbers.js";
+import { DRAG_PX } from "../shared/pointer_drag.js";
+import { fitRectangle, fitTransform, keepInView, panBy, toScene, toScreen, zoomAt } from "./transform.js";
+
+const ZOOM_STEP = 1.5;
+const CLOSEST = 80; // px of the screen for one of the scene
+const ARROW_STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+/**
+ * A canvas in `host` that shows a scene of `size` [width, height].
+ *
+ * `owner` has paint(context, scene), describe(x, y) -> lines for the tooltip, pick(x, y), press(key) -> whether it is
+ * handled, getPixel() -> [width, height] of a step of the cursor in the scene, leave() when nothing is looked at any more,
+ * and settle() after the view has moved.
+ */
+export class Scene {
+  constructor(host, size, label, owner) {
+    this.size = size;
+    this.owner = owner;
+    this.transform = null;
+    this.view = [0, 0];
+    this.cursor = null; // the point of the scene that is looked at, by pointer or keys
+    this.pointers = new Map();
+    this.canvas = makeElement("canvas", {
+      class: "mpi4dl-canvas", tabindex: 0, role: "application", "aria-label": label, "data-lm-suppress-shortcuts": "true",
+    });
+    host.append(this.canvas);
+    this.tooltip = new Tooltip(host);
+    this.context = this.canvas.getContext("2d", { alpha: false });
+    this.requestPaint = makeFrameLoop(() => this.paint());
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(host);
+    const listen = (name, handler, options) => this.canvas.addEventListener(name, handler.bind(this), options);
+    listen("wheel", this.handleWheel, { passive: false });
+    listen("pointerdown", this.handleDown);
+    listen("pointermove", this.handleMove);
+    listen("pointerup", this.handleUp);
+    listen("pointercancel", this.handleUp);
+    listen("pointerleave", this.handleLeave);
+    listen("dblclick", (event) => this.zoom(ZOOM_STEP * ZOOM_STEP, event.offsetX, event.offsetY));
+    listen("keydown", this.handleKey);
+    listen("blur", this.handleLeave);
+  }
+
+  /** Stop all that runs for the scene. */
+  close() {
+    this.observer.disconnect();
+    this.requestPaint.cancel();
+    clearTimeout(this.settling);
+  }
+
+  /** Follow the size of the host. The first size shows the whole scene, and what showed the whole still does. */
+  resize() {
+    const { clientWidth: width, clientHeight: height } = this.canvas.parentElement;
+    if (!width || !height || (width === this.view[0] && height === this.view[1])) return;
+    const middle = !this.isWhole && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
+    this.view = [width, height];
+    this.ratio = devicePixelRatio || 1;
+    fitCanvas(this.canvas, width, height);
+    if (middle) {
+      const [x, y] = toScreen(this.transform, ...middle);
+      this.transform = panBy(this.transform, width / 2 - x, height / 2 - y);
+    } else this.transform = !this.transform && this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
+    this.requestPaint();
+  }
+
+  /** The colour below the scene. It is read once for a theme: a style that is read in each frame is computed in each. */
+  get ground() {
+    this.groundColour ??= getComputedStyle(this.canvas.parentElement).backgroundColor;
+    return this.groundColour;
+  }
+
+  /** Take over the colours of another theme. */
+  recolour() {
+    this.groundColour = undefined;
+    this.requestPaint();
+  }
+
+  fitWhole() {
+    return fitTransform(this.size, this.view, 8);
+  }
+
+  get limits() {
+    return [this.fitWhole().scale, CLOSEST];
+  }
+
+  /** Whether the whole scene is shown. */
+  get isWhole() {
+    return !this.transform || this.transform.scale <= this.limits[0] * 1.001;
+  }
+
+  /** Move to a transform, within limits. */
+  moveTo(transform) {
+    this.transform = keepInView(transform, this.size, this.view);
+    this.requestPaint();
+    clearTimeout(this.settling);
+    this.settling = setTimeout(() => this.owner.settle(), 400);
+  }
+
+  /** Show the whole scene. */
+  showWhole() {
+    this.moveTo(this.fitWhole());
+  }
+
+  /** Show the rectangle [left, top, width, height] of the scene; before the first size, remember it. */
+  showRectangle(rectangle) {
+    this.wanted = rectangle;
+    if (!this.transform) return;
+    const fitted = fitRectangle(rectangle, this.view, 20);
+    const scale = clamp(fitted.scale, ...this.limits);
+    this.moveTo(zoomAt(fitted, this.view[0] / 2, this.view[1] / 2, scale / fitted.scale, this.limits));
+  }
+
+  /** Zoom by a factor at a point of the screen, by default the cursor or the middle. */
+  zoom(factor, x, y) {
+    const [atX, atY] = x !== undefined ? [x, y] : this.cursor ? toScreen(this.transform, ...this.cursor)
+      : [this.view[0] / 2, this.view[1] / 2];
+    const moved = zoomAt(this.transform, atX, atY, factor, this.limits);
+    this.moveTo(moved.scale <= this.limits[0] ? this.fitWhole() : moved);
+  }
+
+  paint() {
+    if (!this.transform) return;
+    this.owner.paint(this.context, this);
+  }
+
+  /** Look at a point of the scene: the tooltip beside it says what is there. */
+  lookAt(x, y) {
+    this.cursor = [x, y];
+    const lines = this.owner.describe(x, y);
+    if (lines.length) this.tooltip.show(lines, ...toScreen(this.transform, x, y));
+    else this.tooltip.hide();
+    this.requestPaint();
+  }
+
+  handleWheel(event) {
+    const factor = Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0015));
+    if (factor < 1 && this.isWhole) return; // nothing to zoom out of: the notebook scrolls
+    event.preventDefault();
+    this.tooltip.hide();
+    this.zoom(factor, event.offsetX, event.offsetY);
+  }
+
+  handleDown(event) {
+    if (event.button) return;
+    this.canvas.setPointerCapture(event.pointerId);
+    this.pointers.set(event.pointerId, [event.offsetX, event.offsetY]);
+    this.moved = 0;
+  }
+
+  handleMove(event) {
+    const before = this.pointers.get(event.pointerId);
+    const now = [event.offsetX, event.offsetY];
+    if (!before) {
+      this.lookAt(...toScene(this.transform, ...now));
+      return;
+    }
+    this.moved += Math.hypot(now[0] - before[0], now[1] - before[1]);
+    const others = [...this.pointers].filter(([id]) => id !== event.pointerId);
+    this.pointers.set(event.pointerId, now);
+    if (this.moved < DRAG_PX) return;
+    this.tooltip.hide();
+    if (others.length) {
+      const [, anchor] = others[0];
+      const spread = (point) => Math.hypot(point[0] - anchor[0], point[1] - anchor[1]);
+      this.zoom(spread(now) / spread(before), ...anchor);
+    } else this.moveTo(panBy(this.transform, now[0] - before[0], now[1] - before[1]));
+  }
+
+  handleUp(event) {
+    if (this.pointers.delete(event.pointerId) && event.type === "pointerup" && this.moved < DRAG_PX) {
+      this.owner.pick(...toScene(this.transform, event.offsetX, event.offsetY));
+    }
+  }
+
+  handleLeave(event) {
+    if (this.pointers.size) return;
+    if (event.type === "pointerleave" && document.activeElement === this.canvas && this.isByKeys) return;
+    if (this.cursor) this.owner.leave();
+    this.cursor = null;
+    this.isByKeys = false;
+    this.tooltip.hide();
+    this.requestPaint();
+  }
+
+  handleKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const handled = this.handleOwnKey(event.key) || this.owner.press(event.key);
+    if (!handled) return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  handleOwnKey(key) {
+    if (key === "+" || key === "=") this.zoom(ZOOM_STEP);
+    else if (key === "-") this.zoom(1 / ZOOM_STEP);
+    else if (key === "0") this.showWhole();
+    else if (key in ARROW_STEPS) this.moveCursor(ARROW_STEPS[key]);
+    else return false;
+    return true;
+  }
+
+  /** Move the cursor by one pixel of the owner, or by 10 px of the screen where pixels are smaller; follow it. */
+  moveCursor(way) {
+    const start = this.cursor ?? toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
+    const point = start.map((place, axis) => {
+      const step = Math.max(this.owner.getPixel()[axis], 10 / this.transform.scale);
+      return clamp(place + way[axis] * step, 0.5 * step, this.size[axis] - 0.5 * step);
+    });
+    const screen = toScreen(this.transform, ...point);
+    const shift = screen.map((at, axis) => clamp(at, 40, this.view[axis] - 40) - at);
+    if (!this.isWhole && (shift[0] || shift[1])) this.moveTo(panBy(this.transform, ...shift));
+    this.isByKeys = true;
+    this.lookAt(...point);
+  }
+}

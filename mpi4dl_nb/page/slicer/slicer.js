@@ -1,0 +1,291 @@
+// The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
+
+import { boundHeight, makeButton, makeElement, makeKeyHelp, watchTheme } from "../shared/elements.js";
+import { LayerTable } from "./layer_table.js";
+import { NetStrip } from "./net_strip.js";
+import { clamp, readIntegers } from "../shared/numbers.js";
+import { PixelReader } from "./pixel_reader.js";
+import { TileCache } from "./pyramid.js";
+import { countPixels, scaleRectangle } from "../shared/rectangles.js";
+import { Scene } from "./scene.js";
+import { SLICER_KEYS, describePlace, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
+import {
+  findHalo, paintCursor, paintLabels, paintPicture, paintPrediction, paintScale, paintTiles, paintValues,
+} from "./slicing_paint.js";
+
+const SEAM_PX = 26; // pixels of the layer across a close view of a seam
+const FIELDS_WAIT = "Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.";
+const NO_FIELDS = "The outputs of this layer are no pixels, and have no receptive fields.";
+const READINGS = { layer: "this layer's halo", picture: "cumulative halo" };
+
+/** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
+class SlicerView {
+  constructor(model, el) {
+    this.model = model;
+    this.root = makeElement("div", { class: "mpi4dl-page mpi4dl-slicer" });
+    el.append(this.root);
+    this.title = makeElement("div", { class: "mpi4dl-title" });
+    this.root.append(this.title);
+    this.strip = new NetStrip(this.root, (point) => this.set("layer", point));
+    this.stage = makeElement("div", { class: "mpi4dl-stage" });
+    this.words = makeElement("div", { class: "mpi4dl-words" });
+    const middle = makeElement("div", { class: "mpi4dl-middle" }, this.stage, this.words);
+    this.trouble = makeElement("div", { class: "mpi4dl-trouble", role: "alert" });
+    this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
+    this.root.append(this.makeToolbar(), middle, this.status);
+    this.cache = new TileCache((tiles) => model.send({ tiles }));
+    this.pixels = new PixelReader(this.cache);
+    this.readFacts();
+    const { rows, columns, name } = this.facts.picture;
+    const keys = SLICER_KEYS.map((pair) => pair.join(": ")).join("; ");
+    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles. ${keys}`, this);
+    this.stage.append(this.trouble);
+    this.observers = [
+      ["change:facts change:numbers", () => this.readFacts()],
+      ["change:layer change:tile change:reading change:fields", () => this.refresh()],
+      ["change:preview change:overlay", () => this.readPictures()],
+      ["change:overlaid", () => this.refresh()],
+      ["msg:custom", (content, buffers) => this.receive(content, buffers)],
+    ];
+    this.observers.forEach(([events, observer]) => model.on(events, observer));
+    this.stops = [watchTheme(() => this.scene.recolour()), boundHeight(this.root, model, () => this.scene.resize())];
+    if (this.facts.picture.saved) this.readPictures();
+    else model.send({ pictures: true });
+    this.refresh();
+  }
+
+  close() {
+    this.observers.forEach(([events, observer]) => this.model.off(events, observer));
+    for (const stop of this.stops) stop();
+    this.scene.close();
+    this.strip.close();
+    clearTimeout(this.saving);
+    clearTimeout(this.saying);
+  }
+
+  makeToolbar() {
+    const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
+    const add = (text, action, tip) => {
+      const button = makeButton(text, tip, action);
+      bar.append(button);
+      return button;
+    };
+    add("zoom in", () => this.scene.zoom(2), "key +");
+    add("zoom out", () => this.scene.zoom(0.5), "key -");
+    add("whole", () => this.scene.showWhole(), "key 0");
+    add("zoom to halo", () => this.showSeam(), "key h: a close view of where the tile borrows");
+    this.switches = {};
+    for (const [reading, text] of Object.entries(READINGS)) {
+      this.switches[reading] = add(text, () => this.set("reading", reading), "key c switches between the two");
+    }
+    this.switches.overlaid = add("predicted map", () => this.set("overlaid", !this.model.get("overlaid")), "key o");
+    this.switches.fields = add("receptive fields", () => this.set("fields", !this.model.get("fields")), "key f");
+    bar.append(makeKeyHelp(this.stage, SLICER_KEYS));
+    return bar;
+  }
+
+  /** Set a value of the model, draw at once, and let the kernel know in a moment. */
+  set(name, value) {
+    this.model.set(name, value);
+    clearTimeout(this.saving);
+    this.saving = setTimeout(() => this.model.save_changes(), 60);
+  }
+
+  readFacts() {
+    this.facts = this.model.get("facts");
+    const numbers = readIntegers(this.model.get("numbers"));
+    if (!this.facts.layers.length || this.facts.words !== numbers.length) return; // the other half is still to come
+    this.tables = this.facts.layers.map((layer) => new LayerTable(layer, numbers));
+    if (this.scene) this.refresh();
+  }
+
+  readPictures() {
+    return this.takePictures(["preview", "overlay"].map((name) => this.model.get(name)));
+  }
+
+  /** Show the whole picture and the predicted map over it, if there is one: two image files. */
+  async takePictures(files) {
+    const decode = (bytes) => (bytes.byteLength ? createImageBitmap(new Blob([bytes])) : undefined);
+    [this.preview, this.overlay] = await Promise.all(files.map(decode));
+    this.scene.requestPaint();
+  }
+
+  async receive(content, buffers) {
+    if (content.pictures) await this.takePictures(buffers);
+    if (!content.tiles) return;
+    await Promise.all(content.tiles.map((tile, index) => this.takeTile(tile, buffers[index], content.trouble)));
+    this.scene.requestPaint();
+  }
+
+  async takeTile(tile, bytes, trouble) {
+    try {
+      if (trouble) throw new Error(trouble);
+      this.cache.put(tile, await createImageBitmap(new Blob([bytes])));
+    } catch (error) {
+      this.cache.fail(tile);
+      this.showTrouble(error.message);
+    }
+  }
+
+  /** Tell why parts of the picture stay coarse, beside a button that reads them again. */
+  showTrouble(why) {
+    const text = `⚠ Parts of the picture stay coarse: ${why} `;
+    if (this.trouble.firstChild?.textContent === text) return; // an alert that is filled again is announced again
+    const again = makeButton("read again", undefined, () => {
+      this.cache.retry();
+      this.trouble.replaceChildren();
+      this.scene.requestPaint();
+    });
+    this.trouble.replaceChildren(text, again);
+  }
+
+  get table() {
+    return this.tables[Math.min(this.model.get("layer"), this.tables.length - 1)];
+  }
+
+  /** The model's reading, or "layer" where outputs are not cut into tiles whose reach could be shown. */
+  get reading() {
+    return this.table.facts.reach ? this.model.get("reading") : "layer";
+  }
+
+  get tile() {
+    return Math.min(this.model.get("tile"), this.table.tiles - 1);
+  }
+
+  /** Show the model's layer, tile and reading in all parts. */
+  refresh() {
+    const { table, tile, facts, reading } = this;
+    this.title.textContent = this.title.title = table.facts.title;
+    this.strip.box.hidden = !facts.net.length;
+    this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
+    for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
+    for (const name of ["fields", "overlaid"]) this.switches[name].setAttribute("aria-pressed", this.model.get(name));
+    this.switches.overlaid.hidden = !facts.prediction;
+    const lines = listTileLines(table, tile, reading, facts.remarks).map((text) => makeElement("p", { text }));
+    const lists = reading === "layer" ? [makePieceList(table, tile, facts.colours)] : [];
+    if (facts.prediction && this.model.get("overlaid")) lists.unshift(makeClassList(facts.prediction.classes));
+    this.words.replaceChildren(...lines, ...lists);
+    if (this.scene.cursor) this.scene.lookAt(...this.scene.cursor); // what is there may be another pixel now
+    else this.leave();
+    this.scene.requestPaint();
+  }
+
+  /** Return the status line while no pixel is pointed at: the layer, and what receptive fields wait for. */
+  describeView() {
+    const { facts } = this.table;
+    if (!this.model.get("fields")) return facts.title;
+    return facts.operator && facts.out_rows ? `${facts.title}. ${FIELDS_WAIT}` : `${facts.title}. ${NO_FIELDS}`;
+  }
+
+  // What the scene asks of its owner.
+
+  paint(context, scene) {
+    const { picture, colours } = this.facts;
+    this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
+    const { overlay, facts } = this;
+    if (overlay && this.model.get("overlaid")) paintPrediction(context, scene, overlay, facts.prediction.edges);
+    const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
+    paintValues(context, scene, (row, column) => this.pixels.read(row, column));
+    paintLabels(context, scene, this.table, this.tile);
+    if (scene.cursor && this.isInside(...scene.cursor)) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
+    paintScale(context, scene, picture.microns, enlarged);
+  }
+
+  /** Return the layer's pixel at a point, and the pixel of its output at the same place: rows and columns. */
+  findPixels(x, y) {
+    const { facts } = this.table, { rows, columns } = this.facts.picture;
+    const find = (down, across) => [Math.floor((y / rows) * down), Math.floor((x / columns) * across)];
+    return [find(facts.rows, facts.columns), find(facts.out_rows, facts.out_columns)];
+  }
+
+  frameCursor(x, y) {
+    const { facts } = this.table, { rows, columns } = this.facts.picture;
+    const [[row, column], out] = this.findPixels(x, y);
+    const pixel = scaleRectangle([row, column, row + 1, column + 1], rows / facts.rows, columns / facts.columns);
+    const field = this.model.get("fields") && facts.operator && facts.out_rows ? this.table.getField(...out) : null;
+    return [pixel, field];
+  }
+
+  isInside(x, y) {
+    return x >= 0 && y >= 0 && x < this.facts.picture.columns && y < this.facts.picture.rows;
+  }
+
+  describe(x, y) {
+    if (!this.isInside(x, y)) {
+      this.leave();
+      return [];
+    }
+    const [pixel, out] = this.findPixels(x, y), at = [Math.floor(y), Math.floor(x)];
+    const lines = describePlace(this.facts.picture, this.table, { at, values: this.pixels.read(...at), pixel, out });
+    this.sayLater(() => lines.join("; "));
+    return lines;
+  }
+
+  /** No pixel is looked at any more: the status line tells of the layer again. */
+  leave() {
+    this.sayLater(() => this.describeView());
+  }
+
+  /** Announce a text once nothing else has been said for a moment. */
+  sayLater(word) {
+    clearTimeout(this.saying);
+    this.saying = setTimeout(() => {
+      const text = word();
+      if (this.status.textContent !== text) this.status.textContent = this.status.title = text;
+    }, 250);
+  }
+
+  getPixel() {
+    return [this.facts.picture.columns / this.table.facts.columns, this.facts.picture.rows / this.table.facts.rows];
+  }
+
+  pick(x, y) {
+    if (!this.isInside(x, y)) return;
+    const [[row, column], out] = this.findPixels(x, y);
+    this.set("picked", [row, column, ...out]);
+    this.set("tile", this.table.findOwner(row, column));
+  }
+
+  press(key) {
+    const actions = {
+      "[": () => this.strip.select(this.model.get("layer") - 1),
+      "]": () => this.strip.select(this.model.get("layer") + 1),
+      t: () => this.set("tile", (this.tile + 1) % this.table.tiles),
+      T: () => this.set("tile", (this.tile + this.table.tiles - 1) % this.table.tiles),
+      h: () => this.showSeam(),
+      c: () => this.set("reading", this.model.get("reading") === "layer" ? "picture" : "layer"),
+      f: () => this.set("fields", !this.model.get("fields")),
+      o: () => this.set("overlaid", !this.model.get("overlaid")),
+    };
+    actions[key]?.();
+    return key in actions;
+  }
+
+  /** Move to a close view of the smallest piece that the tile borrows, where it touches the tile. */
+  showSeam() {
+    const [own, , pieces] = findHalo(this.table, this.tile, "layer", this.scene.size);
+    if (!pieces.length) {
+      this.sayLater(() => `Tile ${this.tile} borrows nothing at this layer.`);
+      return;
+    }
+    const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
+    const nearest = (start, stop, low, high) => clamp((start + stop) / 2, low, high);
+    const [y, x] = [nearest(piece[0], piece[2], own[0], own[2]), nearest(piece[1], piece[3], own[1], own[3])];
+    const side = SEAM_PX * Math.max(...this.getPixel());
+    this.scene.showRectangle([x - side / 2, y - side / 2, side, side]);
+  }
+
+  settle() {
+    const [left, top] = [-this.scene.transform.x, -this.scene.transform.y].map((each) => each / this.scene.transform.scale);
+    const [width, height] = this.scene.view.map((each) => each / this.scene.transform.scale);
+    const place = this.scene.isWhole ? [] : [top + height / 2, left + width / 2, Math.min(width, height)].map(Math.round);
+    this.set("place", place);
+  }
+}
+
+function render({ model, el }) {
+  const view = new SlicerView(model, el);
+  return () => view.close();
+}
+
+export default { render };

@@ -1,0 +1,65 @@
+// The words of a slicer: about a tile at a layer, and about the place that is pointed at.
+
+import { makeElement } from "../shared/elements.js";
+import { formatBytes, formatExtent, formatMicrons } from "../shared/format.js";
+import { chooseTileColour } from "./halo_shapes.js";
+
+const WHOLE_READING = "Shown: all pixels of the picture that its outputs read through windows. Grey: all others.";
+const LAYER_READING = "Tinted in the owner's colour: what it borrows. Grey: what it does not need.";
+
+/** What the pointer and the keys do on the picture. */
+export const SLICER_KEYS = [
+  ["drag", "move the picture"], ["wheel, + −", "zoom"], ["0", "the whole picture"], ["click, t T", "choose a tile"],
+  ["pointer, arrows", "from pixel to pixel: who owns it, who borrows it"], ["[ ]", "choose a layer"],
+  ["h", "the halo from close by"], ["c", "this layer's halo, or the cumulative one"], ["f", "receptive fields"],
+  ["o", "the predicted map"],
+];
+
+/** Return the lines about a tile at a layer; `remarks` are those on the tiles of each stage. */
+export function listTileLines(table, tile, reading, remarks) {
+  const { facts } = table, shown = reading === "picture" ? WHOLE_READING : LAYER_READING;
+  return [...facts.words[tile], ...(facts.operator ? [shown] : []), ...(remarks[facts.stage]?.[tile] ?? [])];
+}
+
+/** Return a list of the pieces that a tile borrows, each beside the colour of its owner. */
+export function makePieceList(table, tile, colours) {
+  const pieces = table.getBorrowed(tile).filter(({ text }) => text);
+  return makeColourList(pieces.map(({ source, text }) =>
+    ({ text, colour: chooseTileColour(source, table.facts.grid[1], colours) })));
+}
+
+/** Return the legend of a predicted map: its classes, each beside its colour. */
+export function makeClassList(classes) {
+  return makeElement("div", {}, makeElement("p", { text: "Predicted classes, drawn over the picture:" }), makeColourList(classes));
+}
+
+function makeColourList(items) {
+  return makeElement("ul", { class: "mpi4dl-legend" }, ...items.map(({ text, colour }) =>
+    makeElement("li", {}, makeElement("span", { class: "chip", style: `background: ${colour}` }), text)));
+}
+
+/**
+ * Return the lines about a place of the picture. `at` is its pixel there, `values` are its colours if they have come,
+ * `pixel` is what the layer reads there, and `out` its output: all but the colours as [row, column].
+ */
+export function describePlace({ microns }, table, { at, values, pixel, out }) {
+  const { facts } = table, [row, column] = pixel, owner = table.findOwner(row, column);
+  const lengths = microns ? ` (${at.map((each) => formatMicrons(each * microns)).join(", ")})` : "";
+  const lines = [`picture: row ${at[0].toLocaleString("en")}, column ${at[1].toLocaleString("en")}${lengths}`];
+  if (values) lines.push(`red, green, blue: ${values.join(", ")}`);
+  if (facts.operator) lines.push(`layer: row ${row}, column ${column}`);
+  lines.push(`owner: tile ${owner}, rank ${facts.ranks[owner]}`, ...describeBorrowers(table, row, column));
+  if (facts.operator && facts.out_rows) {
+    const [top, left, bottom, right] = table.getField(...out);
+    lines.push(`the output here depends on ${formatExtent(bottom - top, right - left, microns)}`);
+  }
+  return lines;
+}
+
+function describeBorrowers(table, row, column) {
+  const { facts } = table, ranks = table.findBorrowers(row, column).map((tile) => facts.ranks[tile]);
+  if (!ranks.length) return facts.operator ? ["no tile borrows it"] : [];
+  const several = ranks.length > 1, who = `rank${several ? "s" : ""} ${ranks.join(", ")}`;
+  if (facts.computed) return [`computed again by ${who}`];
+  return [`borrowed by ${who}: ${formatBytes(facts.pixel_bytes)}${several ? " each" : ""}`];
+}

@@ -1,0 +1,241 @@
+// Paints a picture in tiles: pixels of its pyramid, what a tile borrows in the lender's colour, and what it does not need
+// in grey. Coordinates of the scene are pixels of the picture; a layer's pixels are scaled to them.
+
+import { DARK, FONT, WHITE } from "../shared/canvas.js";
+import { chooseScaleBar } from "../shared/format.js";
+import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
+import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
+import { countPixels, intersectRectangles, scaleRectangle } from "../shared/rectangles.js";
+import { getVisible } from "./transform.js";
+
+const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn
+const VALUE_PX = 46; // likewise for the values of the picture's pixels
+const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale bar takes
+
+/** Paint the tiles that the view wants, coarser ones in place of those that have not come yet, and return them. */
+export function paintPicture(context, scene, picture, cache, preview) {
+  const { transform, view, ratio, size } = scene;
+  context.fillStyle = scene.ground;
+  context.fillRect(0, 0, ...view);
+  context.imageSmoothingEnabled = transform.scale < 1;
+  if (preview) context.drawImage(preview, transform.x, transform.y, size[0] * transform.scale, size[1] * transform.scale);
+  const level = chooseLevel(picture.levels, transform.scale * ratio, picture.finest);
+  const wanted = listTiles(level, size, getVisible(transform, view));
+  for (const tile of wanted) {
+    const image = cache.get(tile);
+    if (image) drawTile(context, transform, tile, image, size);
+    else drawAncestor(context, transform, tile, cache, picture.levels, size);
+  }
+  return wanted;
+}
+
+/** Paint a predicted map translucently over its [top, left, bottom, right], as far as the picture goes. */
+export function paintPrediction(context, scene, image, place) {
+  const { transform, size } = scene;
+  const [top, left, bottom, right] = toScreenRectangle(place, transform);
+  const [y0, x0, y1, x1] = toScreenRectangle([0, 0, size[1], size[0]], transform);
+  context.save();
+  context.beginPath();
+  context.rect(x0, y0, x1 - x0, y1 - y0);
+  context.clip();
+  context.globalAlpha = 0.5;
+  context.imageSmoothingEnabled = false;
+  context.drawImage(image, left, top, right - left, bottom - top);
+  context.restore();
+}
+
+function drawTile(context, transform, tile, image, size) {
+  const [left, top, width, height] = getTileRectangle(tile, size);
+  // Edges on whole pixels of the screen: neighbours would show a seam between them otherwise.
+  const edge = (start, offset) => Math.round(start * transform.scale + offset);
+  const [x, y] = [edge(left, transform.x), edge(top, transform.y)];
+  context.drawImage(image, x, y, edge(left + width, transform.x) - x, edge(top + height, transform.y) - y);
+}
+
+function drawAncestor(context, transform, tile, cache, levels, size) {
+  const found = cache.findAncestor(tile, levels);
+  if (!found) return;
+  const [left, top, width, height] = getTileRectangle(tile, size);
+  const [fromLeft, fromTop, fromWidth, fromHeight] = getTileRectangle(found.tile, size);
+  const [across, down] = [found.image.width / fromWidth, found.image.height / fromHeight];
+  context.drawImage(
+    found.image, (left - fromLeft) * across, (top - fromTop) * down, width * across, height * down,
+    left * transform.scale + transform.x, top * transform.scale + transform.y, width * transform.scale, height * transform.scale,
+  );
+}
+
+/** Return [own, needed, pieces] of a tile in pixels of the picture; pieces are { source, rectangle }. */
+export function findHalo(table, tile, reading, size) {
+  const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
+  const own = scaleRectangle(table.getOwned(tile), down, across);
+  if (reading === "layer") {
+    const pieces = table.getBorrowed(tile)
+      .map(({ source, rectangle }) => ({ source, rectangle: scaleRectangle(rectangle, down, across) }));
+    return [own, scaleRectangle(table.getWindow(tile), down, across), pieces];
+  }
+  const seen = [...table.getSeen(tile)];
+  const pieces = [];
+  for (let source = 0; source < table.tiles; source += 1) {
+    const other = scaleRectangle(table.getOwned(source), down, across);
+    const rectangle = intersectRectangles(seen, other);
+    if (source !== tile && countPixels(rectangle) > 0) pieces.push({ source, rectangle });
+  }
+  return [own, seen, pieces];
+}
+
+/** Paint tiles, the chosen tile's halo, and the veil over what it does not need; return how much halos are enlarged. */
+export function paintTiles(context, scene, table, tile, reading, colours) {
+  const { transform, size } = scene;
+  const columns = table.facts.grid[1];
+  const [own, needed, pieces] = findHalo(table, tile, reading, size);
+  const ownScreen = toScreenRectangle(own, transform);
+  const shown = pieces.map(({ source, rectangle }) =>
+    ({ source, ...widenPiece(toScreenRectangle(rectangle, transform), ownScreen) }));
+  if (table.tiles > 1) paintVeil(context, scene, toScreenRectangle(needed, transform), shown);
+  paintLayerGrid(context, scene, table);
+  const tiles = listTileEdges(scene, table);
+  for (const { edges } of tiles) paintSeam(context, edges);
+  for (const piece of shown) {
+    context.fillStyle = context.strokeStyle = chooseTileColour(piece.source, columns, colours);
+    const [x, y, width, height] = [piece.left, piece.top, piece.right - piece.left, piece.bottom - piece.top];
+    context.globalAlpha = 0.4;
+    context.fillRect(x, y, width, height);
+    context.globalAlpha = 1;
+    context.lineWidth = 1.5;
+    if (width > 6 && height > 6) context.strokeRect(x + 0.75, y + 0.75, width - 1.5, height - 1.5);
+    else context.fillRect(x, y, width, height); // too thin to see pixels under a tint: the colour itself
+  }
+  outline(context, ownScreen, WHITE, 4.5);
+  outline(context, ownScreen, chooseTileColour(tile, columns, colours), 3);
+  return Math.max(1, ...shown.map((piece) => piece.enlarged));
+}
+
+/** Paint the names of the tiles that are in view. */
+export function paintLabels(context, scene, table, tile) {
+  const tiles = listTileEdges(scene, table);
+  const own = tiles.find(({ other }) => other === tile)?.edges ?? [0, 0, scene.view[1], scene.view[0]];
+  for (const { other, edges } of tiles) {
+    paintLabel(context, scene.view, edges, `tile ${other}, rank ${table.facts.ranks[other]}`, `${other}`, own);
+  }
+}
+
+/** Return { other, edges } of each tile that is in view: its number and its edges on the screen. */
+function listTileEdges(scene, table) {
+  const { transform, view, size } = scene;
+  const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
+  const all = Array.from({ length: table.tiles }, (_, other) =>
+    ({ other, edges: toScreenRectangle(scaleRectangle(table.getOwned(other), down, across), transform) }));
+  return all.filter(({ edges: [top, left, bottom, right] }) =>
+    bottom >= 0 && top <= view[1] && right >= 0 && left <= view[0]);
+}
+
+/** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue. */
+function paintSeam(context, [top, left, bottom, right]) {
+  for (const [colour, shift] of [["rgb(255 255 255 / 75%)", 1], [DARK, 0]]) {
+    context.strokeStyle = colour;
+    context.lineWidth = 1;
+    context.strokeRect(Math.round(left) + 0.5 - shift, Math.round(top) + 0.5 - shift, right - left, bottom - top);
+  }
+}
+
+function paintVeil(context, scene, [top, left, bottom, right], shown) {
+  const { transform, view, size } = scene;
+  const [x, y] = [Math.max(0, transform.x), Math.max(0, transform.y)];
+  const right0 = Math.min(view[0], transform.x + size[0] * transform.scale);
+  const bottom0 = Math.min(view[1], transform.y + size[1] * transform.scale);
+  context.beginPath();
+  context.rect(x, y, right0 - x, bottom0 - y);
+  // The halo that is drawn enlarged is not greyed either.
+  const edges = shown.reduce(([a, b, c, d], piece) =>
+    [Math.min(a, piece.top), Math.min(b, piece.left), Math.max(c, piece.bottom), Math.max(d, piece.right)],
+  [top, left, bottom, right]);
+  context.rect(edges[1], edges[0], edges[3] - edges[1], edges[2] - edges[0]);
+  context.fillStyle = "rgb(118 122 128 / 66%)";
+  context.fill("evenodd");
+}
+
+function outline(context, [top, left, bottom, right], colour, width) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  const inset = width / 2;
+  context.strokeRect(left + inset, top + inset, right - left - width, bottom - top - width);
+}
+
+/** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is. */
+function paintLabel(context, view, [top, left, bottom, right], name, number, own) {
+  const [low, high] = [Math.max(top, 0), Math.min(bottom, view[1])];
+  const [start, end] = [Math.max(left, 0), Math.min(right, view[0])];
+  const text = end - start > 120 ? name : number;
+  const chosen = top === own[0] && left === own[1];
+  context.font = `${chosen ? 600 : 400} 12px ${FONT}`;
+  const width = context.measureText(text).width + 8;
+  if (high - low < 34 || end - start < width + 14) return;
+  const x = left > own[1] + 1 ? end - 8 - width : start + 8;
+  const corner = top > own[0] + 1 ? high - 26 : low + 8;
+  const y = x < SCALE_ROOM[0] ? Math.min(corner, view[1] - SCALE_ROOM[1]) : corner;
+  context.fillStyle = "rgb(255 255 255 / 88%)";
+  context.fillRect(x, y, width, 18);
+  context.fillStyle = DARK;
+  context.fillText(text, x + 4, y + 13);
+}
+
+function paintLayerGrid(context, scene, table) {
+  const { transform, view, size } = scene;
+  const across = (size[0] / table.facts.columns) * transform.scale;
+  const down = (size[1] / table.facts.rows) * transform.scale;
+  if (Math.min(across, down) < GRID_PX) return;
+  context.fillStyle = "rgb(20 23 26 / 22%)";
+  const [left, top] = [Math.max(0, transform.x), Math.max(0, transform.y)];
+  const [right, bottom] = size.map((side, axis) => Math.min(view[axis], side * transform.scale + (axis ? transform.y : transform.x)));
+  for (const x of listGridLines(across, transform.x, right)) context.fillRect(Math.round(x), top, 1, bottom - top);
+  for (const y of listGridLines(down, transform.y, bottom)) context.fillRect(left, Math.round(y), right - left, 1);
+}
+
+/** Write red, green and blue into the pixels of the picture, where they are large enough. */
+export function paintValues(context, scene, readPixel) {
+  const { transform, view, size } = scene;
+  if (transform.scale < VALUE_PX) return;
+  const [left, top, right, bottom] = getVisible(transform, view);
+  context.font = `11px ${FONT}`;
+  context.textAlign = "center";
+  for (let row = Math.max(0, Math.floor(top)); row < Math.min(size[1], bottom); row += 1) {
+    for (let column = Math.max(0, Math.floor(left)); column < Math.min(size[0], right); column += 1) {
+      const values = readPixel(row, column);
+      if (!values) continue;
+      context.fillStyle = values[0] + values[1] + values[2] > 380 ? DARK : WHITE;
+      const x = (column + 0.5) * transform.scale + transform.x;
+      const y = (row + 0.5) * transform.scale + transform.y;
+      values.forEach((value, index) => context.fillText(value, x, y + 4 + 13 * (index - 1)));
+    }
+  }
+  context.textAlign = "start";
+}
+
+/** Frame a pixel of the layer and, dashed, the rectangle of the picture that it depends on. */
+export function paintCursor(context, scene, pixel, field) {
+  const frame = toScreenRectangle(pixel, scene.transform);
+  outline(context, frame, WHITE, 4);
+  outline(context, frame, DARK, 2);
+  if (!field) return;
+  const edges = toScreenRectangle(field, scene.transform);
+  outline(context, edges, WHITE, 4);
+  context.setLineDash([5, 4]);
+  outline(context, edges, DARK, 2);
+  context.setLineDash([]);
+}
+
+/** Paint a scale bar in the lower left corner, and beside it how much a halo is enlarged. */
+export function paintScale(context, scene, microns, enlarged) {
+  const [length, label] = chooseScaleBar(scene.transform.scale, 150, microns);
+  const note = enlarged > 1.05 ? `   halo enlarged × ${enlarged < 10 ? enlarged.toFixed(1) : Math.round(enlarged)}` : "";
+  context.font = `12px ${FONT}`;
+  const width = Math.max(length, context.measureText(label + note).width) + 20;
+  const top = scene.view[1] - 42;
+  context.fillStyle = "rgb(255 255 255 / 88%)";
+  context.fillRect(10, top, width, 34);
+  context.fillStyle = DARK;
+  context.fillText(label + note, 20, top + 14);
+  context.fillRect(20, top + 22, length, 3);
+  context.fillRect(20, top + 19, 1, 9);
+  context.fillRect(19 + length, top + 19, 1, 9);
+}

@@ -1,0 +1,140 @@
+// The values of one message in numbers: what was there before, what arrived, and what is there after.
+import { keepFocus, makeButton, makeElement } from "../shared/elements.js";
+import { clamp } from "../shared/numbers.js";
+import { formatNumber, readValues } from "./step_frames.js";
+
+const LONG = 5, MOST_TERMS = 8;
+
+/** Return the cells of a strip that are shown: `{ along, first, count, rows }`, the longer side along, from `start` on.
+ *
+ * A strip that is higher than wide is turned, so that its cells lie beside each other. `rows` are arrays of numbers, at
+ * most as many as `most`.
+ */
+export function cutStrip({ numbers, high, wide }, tile, start, most = 2) {
+  const upright = tile[2] - tile[0] > tile[3] - tile[1], count = upright ? high : wide, deep = upright ? wide : high;
+  const from = clampStart(start, count);
+  const rows = Array.from({ length: Math.min(most, deep) }, (_, line) =>
+    Array.from({ length: Math.min(LONG, count) }, (_, at) =>
+      numbers[upright ? (from + at) * wide + line : line * wide + from + at]));
+  return { along: upright ? "row" : "column", first: tile[upright ? 0 : 1] + from, from, count, rows };
+}
+
+/** Return the first shown cell of `count`: as asked, but so that the strip is filled; the middle if none is asked. */
+export function clampStart(start, count) {
+  const most = Math.max(0, count - LONG);
+  return start === undefined ? Math.floor(most / 2) : clamp(start, 0, most);
+}
+
+/** Shows one message of a frame; `choose(index)` is called with another one that the reader wants. */
+export class MessageStrips {
+  constructor(palettes, choose) {
+    Object.assign(this, { palettes, choose, most: 2 });
+    this.element = makeElement("section", {
+      class: "mpi4dl-strips", "aria-label": "Message in numbers", tabindex: "-1", "data-lm-suppress-shortcuts": "true",
+    });
+  }
+
+  /** Take `height` px, or as many as the style sheet says if it is 0. Where it is `tight`, one row of a strip is shown. */
+  fit(height, tight) {
+    this.element.style.height = height ? `${height}px` : "";
+    this.element.classList.toggle("mpi4dl-tight", tight);
+    if (this.most === (tight ? 1 : 2)) return;
+    this.most = tight ? 1 : 2;
+    if (this.frame) this.show(this.frame, this.focus);
+  }
+
+  /** Show message `focus` of a frame; without messages, its sums, or that nothing moved. */
+  show(frame, focus) {
+    const key = `${frame.meta.step} ${frame.meta.number} ${focus}`;
+    if (key !== this.key) this.start = undefined;
+    Object.assign(this, { frame, focus, key });
+    keepFocus(this.element, () => this.element.replaceChildren(...this.makeParts()));
+  }
+
+  makeParts() {
+    const { frame: { meta: { messages, sums } }, focus } = this;
+    if (!messages.length) {
+      const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
+      if (sums.length) return [makeElement("div", { class: "mpi4dl-sums" }, title, ...sums.flatMap(this.makeSum, this))];
+      return [makeElement("div", {}, title, makeElement("p", { text: "This instruction moved no pixels between ranks." }))];
+    }
+    const message = messages[focus], [what, way, size] = message.words;
+    const head = makeElement("div", { class: "mpi4dl-strips-head" },
+      this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
+      makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
+      this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
+    const told = makeElement("div", {}, head,
+      makeElement("p", { text: `${what}: ${way}`, title: size }), makeElement("p", { class: "mpi4dl-faint", text: size }));
+    return [told, ...this.makeTables(message)];
+  }
+
+  /** Return the parts about a sum: its words, and what each rank held before and after. */
+  makeSum({ words, group, count, terms }) {
+    const told = makeElement("p", { text: `Σ ${words}` });
+    if (!terms.length) return [told, makeElement("p", { class: "mpi4dl-faint", text: "Its values are not kept here." })];
+    const sides = [["before", "the rank's own"], ["after", "the sum"]];
+    const numbers = Math.min(count, Math.max(...terms.flatMap((term) => sides.map(([side]) => term[side]?.[2] ?? 0))));
+    const heads = sides.map(([side, meaning]) =>
+      makeElement("th", { scope: "colgroup", colspan: numbers, text: `${side}: ${meaning}` }));
+    const rows = terms.slice(0, MOST_TERMS).map((term) => makeElement("tr", {},
+      makeElement("th", { scope: "row", text: `rank ${term.rank}` }),
+      ...sides.flatMap(([side]) => this.listNumbers(term[side], numbers)
+        .map((text, at) => makeElement("td", { text, class: at ? undefined : "mpi4dl-first" })))));
+    const more = terms.length > MOST_TERMS ? `; of ${MOST_TERMS} of ${group.length} ranks` : "";
+    const caption = count > numbers ? `the first ${numbers} of ${count.toLocaleString("en")} numbers${more}` : `all numbers${more}`;
+    return [told, makeElement("table", { class: "mpi4dl-sum" }, makeElement("caption", { text: caption }),
+      makeElement("thead", {}, makeElement("tr", {}, makeElement("td", {}), ...heads)), makeElement("tbody", {}, ...rows))];
+  }
+
+  listNumbers(place, count) {
+    const values = readValues(this.frame, place)?.numbers;
+    return Array.from({ length: count }, (_, at) => (values ? formatNumber(values[at]) : "–"));
+  }
+
+  makeTurn(text, name, act) {
+    return makeButton(text, name, act, { "aria-label": name });
+  }
+
+  makeTables(message) {
+    const values = ["before", "arrived", "after"].map((name) => readValues(this.frame, message[name]));
+    const known = values.filter(Boolean);
+    if (!known.length) return [makeElement("p", { text: "Its values are not kept here." })];
+    // One scale: a gradient that is added to another changes its colour visibly.
+    const span = known.reduce(([low, high], { numbers }) => numbers.reduce(
+      (found, number) => [Math.min(found[0], number), Math.max(found[1], number)], [low, high]), [Infinity, -Infinity]);
+    const cut = cutStrip(known[0], message.tile, this.start, this.most), signs = values[0] ? ["", "+", "="] : ["", "", ""];
+    const tables = message.names.map((name, at) => {
+      const cells = values[at] && cutStrip(values[at], message.tile, this.start, this.most);
+      return this.makeTable(name, signs[at], cells, cut, span, message.back);
+    });
+    if (cut.count <= LONG) return tables;
+    const move = (by) => {
+      this.start = cut.from + by;
+      this.show(this.frame, this.focus);
+    };
+    const shown = `${cut.along}s ${cut.first} to ${cut.first + LONG - 1}`;
+    const bar = makeElement("div", { class: "mpi4dl-strips-move" },
+      this.makeTurn("←", "Cells before", () => move(-1)), makeElement("span", { text: shown }),
+      this.makeTurn("→", "Cells after", () => move(1)));
+    return [bar, ...tables];
+  }
+
+  makeTable(name, sign, cells, shape, span, back) {
+    const make = (number) => cells ? this.makeCell(number, span, back)
+      : makeElement("td", { class: "mpi4dl-none", text: "–" });
+    const body = (cells ?? shape).rows.map((row) => makeElement("tr", {}, makeElement("td", {}), ...row.map(make)));
+    body[0].firstChild.textContent = sign;
+    const indices = shape.rows[0].map((_, at) => makeElement("th", { scope: "col", text: shape.first + at }));
+    const head = makeElement("tr", { class: "mpi4dl-strip-indices" }, makeElement("td", {}), ...indices);
+    return makeElement("table", {}, makeElement("caption", { text: name }), makeElement("tbody", {}, ...body, head));
+  }
+
+  makeCell(number, [low, high], back) {
+    const palette = this.palettes[Number(back)], share = high > low ? (number - low) / (high - low) : 0;
+    const at = Math.round(share * 255);
+    const [red, green, blue] = palette.slice(4 * at, 4 * at + 3);
+    const cell = makeElement("td", {}, makeElement("span", { text: formatNumber(number) }));
+    cell.style.background = `rgb(${red} ${green} ${blue})`;
+    return cell;
+  }
+}

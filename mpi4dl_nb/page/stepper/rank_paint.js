@@ -1,0 +1,182 @@
+// Paints each rank of a frame in its cell: its values as colours, what it borrows striped, and padding dotted.
+import { FONT, strokeCasedRectangle } from "../shared/canvas.js";
+import { getCellHead, locateTile, splitHalo } from "./exchange_layout.js";
+import { getDuration, readValues } from "./step_frames.js";
+
+const FADE_MS = 280;
+
+/** Return a canvas with one pixel for each value, coloured from `span` [low, high] by 256 colours of a palette. */
+export function colourValues({ numbers, high, wide }, [low, most], palette) {
+  const canvas = new OffscreenCanvas(wide, high), context = canvas.getContext("2d");
+  const image = context.createImageData(wide, high);
+  const colours = new Uint32Array(palette.buffer, palette.byteOffset, 256), pixels = new Uint32Array(image.data.buffer);
+  const scale = most > low ? 255 / (most - low) : 0;
+  numbers.forEach((number, at) => {
+    const index = Math.round((number - low) * scale);
+    pixels[at] = colours[index > 255 ? 255 : index > 0 ? index : 0];
+  });
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** Paints ranks. `setup` is the kernel's description of the step, `palettes` the colours of values and gradients. */
+export class RankPainter {
+  constructor(setup, palettes) {
+    this.setup = setup;
+    this.palettes = [palettes.slice(0, 1024), palettes.slice(1024, 2048)];
+    this.images = new Map();
+    this.before = null;
+  }
+
+  /** Take a frame, with the place of each rank's values; the values shown before fade out. */
+  setFrame(frame, placed, fades) {
+    this.before = fades && this.frame ? { placed: this.placed, images: this.images } : null;
+    this.frame = frame;
+    this.images = new Map();
+    this.placed = placed;
+    placed.forEach((place, rank) => {
+      const values = place && readValues(frame, place.panel.values);
+      const palette = this.palettes[Number(place?.group.gradient)];
+      if (values) this.images.set(rank, colourValues(values, place.group.span, palette));
+    });
+  }
+
+  /** Paint all boxes and cells at `progress` (0 to 1) of the frame's motion; `look` are the theme's colours. */
+  paintRanks(context, layout, progress, look) {
+    Object.assign(this, { context, layout, look });
+    layout.boxes.forEach((box, index) => this.paintBox(box, this.setup.boxes[index]));
+    layout.cells.forEach((cell, rank) => this.paintCell(cell, rank, progress));
+  }
+
+  paintBox([left, top, width, height], { title }) {
+    const { context, look } = this;
+    context.fillStyle = look.panel;
+    context.beginPath();
+    context.roundRect(left - 6, top - 2, width + 12, height + 6, 6);
+    context.fill();
+    context.fillStyle = look.faint;
+    context.font = `600 12px ${FONT}`;
+    context.textBaseline = "alphabetic";
+    context.textAlign = "left";
+    context.fillText(title, left - 4, top - 8);
+  }
+
+  paintCell(cell, rank, progress) {
+    const { context, look } = this, [left, top, width, height] = cell, state = this.frame.meta.ranks[rank];
+    const place = this.placed[rank];
+    if (!place) {
+      context.strokeStyle = look.faint;
+      context.lineWidth = 1;
+      context.setLineDash([4, 4]);
+      context.strokeRect(left + 4.5, top + getCellHead(cell) + 2.5, width - 9, height - getCellHead(cell) - 9);
+      context.setLineDash([]);
+      const busy = this.frame.meta.messages.some((each) => each.source === rank || each.target === rank);
+      const why = busy ? "" : this.frame.meta.empty[rank] ?? "";  // a message is drawn in its place
+      this.writeInside(why, [left + 10, top + getCellHead(cell), width - 20, height - 22]);
+      return;
+    }
+    const { rectangle: [x, y, wide, high], panel } = place, image = this.images.get(rank);
+    const old = this.before?.placed[rank], faded = Math.min(1, (progress * getDuration(this.frame.meta)) / FADE_MS);
+    context.imageSmoothingEnabled = false;
+    const oldImage = this.before?.images.get(rank);
+    if (oldImage && faded < 1) context.drawImage(oldImage, ...old.rectangle);
+    context.globalAlpha = old ? faded : 1;
+    if (image) context.drawImage(image, x, y, wide, high);
+    context.globalAlpha = 1;
+    const own = locateTile(place, panel.own);
+    this.markHalo(place);
+    context.strokeStyle = look.ink;
+    context.lineWidth = state.moved ? 2 : 1;
+    context.strokeRect(...own);
+  }
+
+  /** Mark what a rank holds beside its own pixels: stripes on what it borrows, dots on grey beyond the image. */
+  markHalo(place) {
+    const { context, look } = this, { borrowed, padding } = splitHalo(place.panel, place.group.size);
+    const mark = (tile, ground, draw) => {
+      const [left, top, width, height] = locateTile(place, tile);
+      context.save();
+      context.beginPath();
+      context.rect(left, top, width, height);
+      context.clip();
+      context.fillStyle = ground;
+      context.fillRect(left, top, width, height);
+      draw(left, top, width, height);
+      context.restore();
+    };
+    for (const tile of borrowed) mark(tile, look.tint, (...place) => this.drawStripes(...place));
+    for (const tile of padding) mark(tile, look.padding, (...place) => this.drawDots(...place));
+  }
+
+  drawStripes(left, top, width, height) {
+    const { context, look } = this;
+    context.strokeStyle = look.hatch;
+    context.lineWidth = 1;
+    context.beginPath();
+    for (let at = Math.floor((left + top) / 7) * 7; at < left + width + top + height; at += 7) {
+      context.moveTo(at - top, top);
+      context.lineTo(at - top - height, top + height);
+    }
+    context.stroke();
+  }
+
+  drawDots(left, top, width, height) {
+    const { context, look } = this;
+    context.fillStyle = look.hatch;
+    for (let y = Math.ceil(top / 5) * 5; y < top + height; y += 5) {
+      for (let x = Math.ceil(left / 5) * 5; x < left + width; x += 5) context.fillRect(x, y, 1.5, 1.5);
+    }
+  }
+
+  /** Name each rank and what it did, on a plain ground: arrows that are painted before lie below. */
+  paintHeads() {
+    this.layout.cells.forEach((cell, rank) => {
+      if (getCellHead(cell)) this.paintHead(cell, rank, this.frame.meta.ranks[rank]);
+    });
+  }
+
+  paintHead([left, top, width], rank, state) {
+    const { context, look } = this;
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    context.font = `${state.moved ? 700 : 400} 12px ${FONT}`;
+    const name = `${state.moved ? "▶ " : ""}${width > 90 ? "rank " : ""}${rank}`;
+    const font = context.font, start = left + 10 + context.measureText(name).width;
+    context.font = `12px ${FONT}`;
+    const short = `${state.work} ${state.kind}`.trim(), long = state.phase ? `${short}, ${state.phase}` : short;
+    const words = [long, short, state.work, ""].find(
+      (each) => context.measureText(each).width < left + width - start - 2) ?? "";
+    context.globalAlpha = 0.85;
+    context.fillStyle = look.panel;
+    context.fillRect(left + 1, top + 2, start + context.measureText(words).width + 3 - left, 15);
+    context.globalAlpha = 1;
+    context.fillStyle = look.faint;
+    context.fillText(words, start, top + 10);
+    context.font = font;
+    context.fillStyle = look.ink;
+    context.fillText(name, left + 4, top + 10);
+  }
+
+  writeInside(text, [left, top, width, height]) {
+    const { context, look } = this;
+    context.font = `12px ${FONT}`;
+    context.fillStyle = look.faint;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    const lines = [""];
+    for (const word of text.split(" ")) {
+      const longer = `${lines.at(-1)} ${word}`.trim();
+      if (context.measureText(longer).width > width && lines.at(-1)) lines.push(word);
+      else lines[lines.length - 1] = longer;
+    }
+    if (lines.length * 16 > height) return;
+    lines.forEach((line, at) =>
+      context.fillText(line, left + width / 2, top + height / 2 + 4 + 16 * (at - (lines.length - 1) / 2)));
+  }
+
+  paintCursor({ rank, row, col }) {
+    const place = this.placed[rank];
+    if (!place) return;
+    strokeCasedRectangle(this.context, locateTile(place, [row, col, row + 1, col + 1]));
+  }
+}

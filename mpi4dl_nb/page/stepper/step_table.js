@@ -1,0 +1,70 @@
+// The ranks in words: where each is in the schedule, what it did last and what it does next.
+import { DARK, WHITE } from "../shared/canvas.js";
+import { makeElement } from "../shared/elements.js";
+import { makeSwatch } from "../shared/textures.js";
+
+/** A table with a row per rank; `update(meta)` shows a frame. */
+export class StepTable {
+  constructor(setup) {
+    this.setup = setup;
+    this.backgrounds = setup.looks.map((look) => makeSwatch(look, WHITE, DARK));
+    this.rows = setup.ranks.map((rank, index) => this.makeRow(rank, index));
+    const used = new Set(setup.schedule.lanes.flat().map((slot) => slot[3]));
+    const legend = [...used].sort((a, b) => a - b).map((look) => {
+      const swatch = this.paintLook(makeElement("span", { class: "mpi4dl-swatch" }), look);
+      return makeElement("span", { class: "mpi4dl-look" }, swatch, setup.looks[look].name);
+    });
+    const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
+    const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text, title: text })));
+    const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
+    const told = {
+      class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks",
+      "data-lm-suppress-shortcuts": "true",
+    };
+    const words = `schedule ${setup.schedule.name}, the upright bar is where a rank is:`;
+    const line = makeElement("div", { class: "mpi4dl-lane-legend" }, words, ...legend);
+    this.element = makeElement("div", told, line, makeElement("table", {}, makeElement("thead", {}, head), body));
+  }
+
+  makeRow(rank, index) {
+    const { lanes, length } = this.setup.schedule;
+    const slots = lanes[index].map(([start, stop, text, look]) => {
+      const slot = this.paintLook(makeElement("span", { class: "mpi4dl-slot" }, makeElement("span", { text })), look);
+      slot.style.left = `${(100 * start) / length}%`;
+      slot.style.width = `${(100 * (stop - start)) / length}%`;
+      return slot;
+    });
+    const marker = makeElement("span", { class: "mpi4dl-slot-marker" });
+    const lane = makeElement("div", { class: "mpi4dl-lane", role: "img" }, ...slots, marker);
+    const [did, next, memory] = [0, 1, 2].map(() => makeElement("td", {}));
+    const name = makeElement("th", { scope: "row" }, makeElement("b", { text: index }), ` ${rank.role}`);
+    const row = makeElement("tr", {}, name, makeElement("td", {}, lane), did, next, memory);
+    return { row, lane, marker, did, next, memory };
+  }
+
+  paintLook(element, look) {
+    element.style.background = this.backgrounds[look];
+    return element;
+  }
+
+  update(meta) {
+    const { length } = this.setup.schedule;
+    meta.ranks.forEach((rank, index) => {
+      const { row, lane, marker, did, next, memory } = this.rows[index];
+      row.classList.toggle("mpi4dl-moved", rank.moved);
+      marker.style.left = `${(100 * rank.time) / length}%`;
+      lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done`);
+      for (const [cell, text, words] of [[did, rank.did, rank.didWords], [next, rank.next, rank.nextWords]]) {
+        setText(cell, text);
+        cell.title = words;
+      }
+      setText(memory, rank.memory);
+      memory.title = rank.memory;
+    });
+  }
+}
+
+// A text that is set again is laid out again: most cells stay as they are from frame to frame.
+function setText(cell, text) {
+  if (cell.textContent !== text) cell.textContent = text;
+}

@@ -1,0 +1,253 @@
+// A training step on all ranks, to zoom into: the view of the widget TimelineView.
+
+import { fitCanvas } from "../shared/canvas.js";
+import {
+  Tooltip, boundHeight, makeElement, makeFrameLoop, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit,
+  watchTheme,
+} from "../shared/elements.js";
+import { Textures } from "../shared/textures.js";
+import { unpackEvents } from "./timeline_data.js";
+import { formatDuration } from "../shared/format.js";
+import { Strips } from "./strips.js";
+import { drawTimeline } from "./timeline_draw.js";
+import { TIMELINE_KEYS, handleTimelineKey, listenToPointer } from "./timeline_input.js";
+import { describeLeftOut } from "./timeline_layout.js";
+import { drawMarks } from "./timeline_marks.js";
+import { TimelineOverview, getOverviewHeight } from "./timeline_overview.js";
+import { describeTimeline, fillLegend, fillShares, makeTimelineParts } from "./timeline_parts.js";
+import { TimelineScene } from "./timeline_scene.js";
+
+const GLIDE_MS = 140;
+const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: the button ?.";
+
+/** Show a timeline in `el` and keep it in step with the model. Return a function that removes it. */
+function render({ model, el }) {
+  const page = new TimelinePage(model, el);
+  return () => page.close();
+}
+
+class TimelinePage {
+  constructor(model, el) {
+    Object.assign(this, { model, glide: null, root: makeElement("div", { class: "mpi4dl-page mpi4dl-timeline" }) });
+    const all = () => ({ start: 0, end: this.scene.seconds });
+    this.parts = makeTimelineParts({
+      zoomIn: () => this.show(this.scene.zoom(2), true), zoomOut: () => this.show(this.scene.zoom(1 / 2), true),
+      showAll: () => this.show(all(), true), goBack: () => this.choose(this.scene.findMatch(-1)),
+      goOn: () => this.choose(this.scene.findMatch(1)),
+    });
+    const { title, shares, tools, room, leftOut, status, legend, canvas, overview } = this.parts;
+    tools.append(makeKeyHelp(room, TIMELINE_KEYS));
+    this.root.append(title, shares, tools, room, leftOut, status, legend);
+    el.replaceChildren(this.root);
+    this.tooltip = new Tooltip(room);
+    this.overview = new TimelineOverview(overview);
+    this.redraw = makeFrameLoop(() => this.draw());
+    this.remark = makeFrameLoop(() => this.drawMarks());
+    this.readStep();
+    const follow = () => this.followModel();
+    this.observers = [["change:serial", () => this.readStep()], ["change:selected change:rank", follow]];
+    for (const [events, observer] of this.observers) model.on(events, observer);
+    this.sizes = new ResizeObserver(() => this.resize());
+    this.sizes.observe(room);
+    this.stops = [listenToPointer(canvas, this), this.overview.listen(this), watchTheme(() => this.recolour()),
+      boundHeight(this.root, model, () => this.resize())];
+    this.listenToKeys();
+  }
+
+  close() {
+    for (const [events, observer] of this.observers) this.model.off(events, observer);
+    for (const stop of this.stops) stop();
+    this.sizes.disconnect();
+    this.redraw.cancel();
+    this.remark.cancel();
+  }
+
+  /** Read the step anew from the model: other events, words and shares. */
+  readStep() {
+    const { model, parts } = this, words = model.get("words");
+    this.glide = null; // its spans are of the step before
+    this.scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
+    Object.assign(this.scene, { textures: new Textures(words.looks), strips: new Strips() });
+    this.places = new Int32Array(this.scene.events.measured); // from an event's place in the kernel to its index here
+    this.places.forEach((_, at) => { this.places[this.scene.events.place[at]] = at; });
+    parts.canvas.setAttribute("aria-label", describeTimeline(words));
+    parts.title.replaceChildren(...words.titles.map((text) => makeElement("span", { text })));
+    parts.search.value = "";
+    parts.status.textContent = HINT;
+    this.search("");
+    this.recolour();
+    this.followModel();
+    this.resize();
+  }
+
+  /** Select what the kernel has selected. */
+  followModel() {
+    if (this.isTelling) return;
+    const { scene, model } = this, place = model.get("selected"), event = place < 0 ? -1 : this.places[place];
+    if (event === scene.selected && model.get("rank") === scene.rank) return;
+    scene.select(event);
+    scene.rank = model.get("rank");
+    if (scene.layout) this.show(scene.reveal(), true);
+    this.tell(event);
+  }
+
+  /** Take over the page's colours, which may be those of another theme now. */
+  recolour() {
+    this.theme = readColours(this.root);
+    fillShares(this.parts.shares, this.scene.words, this.theme);
+    this.fillLegend();
+    this.overview.forget();
+    this.redraw();
+  }
+
+  fillLegend() {
+    fillLegend(this.parts.legend, this.scene, this.theme, (name) => this.search(this.scene.query === name ? "" : name));
+  }
+
+  resize() {
+    const { scene, parts } = this, width = parts.room.clientWidth, ratio = devicePixelRatio || 1;
+    if (!width) return;
+    this.recolour();
+    // The rows take what the other parts leave of the height; the line below them depends on the width only.
+    scene.resize(width);
+    parts.leftOut.textContent = describeLeftOut(scene.layout);
+    scene.resize(width, readHeightLimit(this.root) - this.root.scrollHeight + parts.stack.offsetHeight);
+    scene.pixelRatio = ratio;
+    fitCanvas(this.parts.canvas, width, scene.layout.height);
+    fitCanvas(this.parts.marks, width, scene.layout.height);
+    fitCanvas(this.parts.overview, scene.layout.plot, getOverviewHeight(scene.lanes.length));
+    this.parts.overview.style.marginLeft = `${scene.layout.left}px`;
+    this.overview.forget();
+    this.draw();
+  }
+
+  draw() {
+    const { scene, parts } = this;
+    if (!scene.layout) return;
+    if (this.glide) this.advanceGlide();
+    scene.theme = this.theme;
+    drawTimeline(parts.canvas.getContext("2d"), scene);
+    this.drawMarks();
+    this.overview.draw(scene);
+    const { start, end } = scene.span;
+    parts.shown.textContent = scene.isWhole ? `all ${formatDuration(scene.seconds)}`
+      : `${formatDuration(end - start)} from ${formatDuration(start)}`;
+  }
+
+  drawMarks() {
+    if (this.scene.theme) drawMarks(this.parts.marks.getContext("2d"), this.scene);
+  }
+
+  /** Show a span; `smooth` glides to it, unless the reader wants less motion. */
+  show(span, smooth = false) {
+    const glides = smooth && !prefersReducedMotion();
+    this.glide = glides ? { from: this.scene.span, to: span, since: performance.now() } : null;
+    if (!glides) this.scene.span = span;
+    this.redraw();
+  }
+
+  advanceGlide() {
+    const { from, to, since } = this.glide, part = Math.min((performance.now() - since) / GLIDE_MS, 1);
+    const eased = 1 - (1 - part) ** 3;
+    this.scene.span = part === 1 ? to
+      : { start: from.start + (to.start - from.start) * eased, end: from.end + (to.end - from.end) * eased };
+    if (part === 1) this.glide = null;
+    else this.redraw();
+  }
+
+  /** Describe what is under the pointer. */
+  hover(x, y) {
+    const { scene, parts } = this, event = scene.findEvent(x, y);
+    scene.cursor = x;
+    parts.canvas.style.cursor = event >= 0 || scene.findRank(x, y) >= 0 ? "pointer" : "";
+    if (event >= 0) this.tooltip.show(scene.describe(event), x, y + parts.canvas.parentElement.offsetTop);
+    else this.tooltip.hide();
+    if (event !== scene.hovered) {
+      scene.hovered = event;
+      this.tell(event >= 0 ? event : scene.selected);
+    }
+    this.remark();
+  }
+
+  leave() {
+    Object.assign(this.scene, { hovered: -1, cursor: -1 });
+    this.tooltip.hide();
+    this.tell(this.scene.selected);
+    this.remark();
+  }
+
+  /** Select what is at a point: an event, a rank by its name, or nothing. */
+  press(x, y) {
+    const event = this.scene.findEvent(x, y), rank = this.scene.findRank(x, y);
+    this.parts.canvas.focus({ preventScroll: true });
+    if (event >= 0) this.choose(event, false);
+    else if (rank >= 0) this.clear(rank === this.scene.rank && this.scene.selected < 0 ? -1 : rank);
+    else this.clear();
+  }
+
+  /** Select an event, also in the kernel; `moves` shows it where it is out of view. */
+  choose(event, moves = true) {
+    const { scene } = this;
+    if (event < 0) return;
+    if (scene.select(event)) this.tellKernel();
+    if (moves) this.show(scene.reveal(), true);
+    this.tell(scene.selected);
+    this.redraw();
+  }
+
+  clear(rank = -1) {
+    Object.assign(this.scene, { selected: -1, rank });
+    this.tellKernel();
+    this.tell(-1);
+    this.redraw();
+  }
+
+  tellKernel() {
+    const { selected, rank, events } = this.scene;
+    this.isTelling = true; // `set` calls observers at once, while only one of the two values is new
+    this.model.set("selected", selected < 0 ? -1 : events.place[selected]);
+    this.model.set("rank", rank);
+    this.isTelling = false;
+    this.model.save_changes();
+  }
+
+  tell(event) {
+    const { status } = this.parts, text = event < 0 ? HINT : this.scene.describe(event).join(" · ");
+    if (status.textContent !== text) status.textContent = text;
+  }
+
+  /** Search for a text, in the box too. */
+  search(text) {
+    const { scene, parts } = this;
+    if (parts.search.value.trim() !== text) parts.search.value = text;
+    scene.search(text);
+    const [found, of] = [scene.matchCount, scene.events.measured].map((each) => each.toLocaleString("en"));
+    parts.count.textContent = scene.found ? `${found} of ${of} events` : "";
+    for (const stepper of parts.steppers) stepper.setAttribute("aria-disabled", !scene.matchCount);
+    if (this.theme) this.fillLegend();
+    this.redraw();
+  }
+
+  listenToKeys() {
+    const { canvas, search } = this.parts;
+    canvas.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const act = handleTimelineKey(this.scene, event);
+      if (!act) return;
+      event.preventDefault();
+      event.stopPropagation();
+      if (act.span) this.show(act.span, true);
+      else if (act.action === "search") search.focus();
+      else if (act.action === "clear") this.clear();
+      else this.choose(act.event);
+    });
+    search.addEventListener("input", () => this.search(search.value.trim()));
+    search.addEventListener("keydown", (event) => {
+      event.stopPropagation();
+      if (event.key === "Enter") this.choose(this.scene.findMatch(event.shiftKey ? -1 : 1));
+      else if (event.key === "Escape") this.search("");
+    });
+  }
+}
+
+export default { render };

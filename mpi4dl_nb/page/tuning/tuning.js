@@ -1,0 +1,227 @@
+// Plans in a chart of time against memory, to choose one of and to measure it: the view of the widget TuningView.
+
+import { Tooltip, boundHeight, makeButton, makeElement, makeSvg, readHeightLimit } from "../shared/elements.js";
+import { formatBytes, formatDuration } from "../shared/format.js";
+import { clamp } from "../shared/numbers.js";
+import {
+  drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, makeByteTicks, shortenZeros,
+  traceFront,
+} from "./tuning_layout.js";
+
+const REACH_PX = 16, LEGEND_PX = 70;
+const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
+const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
+
+/** Show the plans in `el` and keep them in step with the model. Return a function that removes them. */
+function render({ model, el }) {
+  const page = new TuningPage(model, el);
+  return () => page.close();
+}
+
+class TuningPage {
+  constructor(model, el) {
+    Object.assign(this, { model, marked: -1, root: makeElement("div", { class: "mpi4dl-page mpi4dl-tuning" }) });
+    this.chart = makeSvg("svg", {
+      class: "mpi4dl-tuning-chart", tabindex: 0, role: "application", "aria-roledescription": "chart of plans",
+      "data-lm-suppress-shortcuts": "true",
+    });
+    this.room = makeElement("div", { class: "mpi4dl-tuning-room" }, this.chart);
+    this.name = makeElement("h3", {});
+    this.facts = makeElement("dl", {});
+    this.status = makeElement("div", { class: "mpi4dl-hidden", role: "status", "aria-live": "polite" });
+    this.unavailable = model.get("unavailable"); // of a saved page: why nothing can be measured
+    this.measure = makeButton("Measure this plan", this.unavailable, () => this.askToMeasure());
+    this.legend = makeElement("div", { class: "mpi4dl-tuning-legend" });
+    this.side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": CHOSEN },
+      this.name, this.facts, this.measure);
+    this.root.append(makeElement("div", { class: "mpi4dl-tuning-main" },
+      makeElement("div", {}, this.room, this.legend), this.side), this.status);
+    el.replaceChildren(this.root);
+    this.tooltip = new Tooltip(this.room);
+    this.draw = () => this.drawChart();
+    this.follow = () => this.mark(this.chosen);
+    model.on("change:words", this.draw);
+    model.on("change:chosen", this.follow);
+    model.on("change:busy", this.follow);
+    this.sizes = new ResizeObserver(this.draw);
+    this.sizes.observe(this.room);
+    this.listen();
+    this.stop = boundHeight(this.root, model, this.draw);
+  }
+
+  close() {
+    this.model.off("change:words", this.draw);
+    this.model.off("change:chosen", this.follow);
+    this.model.off("change:busy", this.follow);
+    this.sizes.disconnect();
+    this.stop();
+  }
+
+  get points() {
+    return this.model.get("words").points ?? [];
+  }
+
+  /** The place of the chosen plan among the points, which changes when they are sorted anew. */
+  get chosen() {
+    return this.points.findIndex((each) => each.plan === this.model.get("chosen"));
+  }
+
+  drawChart() {
+    const words = this.model.get("words"), width = this.room.clientWidth;
+    if (!width || !this.points.length) return;
+    const room = readHeightLimit(this.root) - LEGEND_PX, height = clamp(width * 0.56, 200, clamp(room, 200, 430));
+    this.layout = layOutPoints(words.points, words.rank_bytes, width, height);
+    Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` }).forEach(([name, value]) =>
+      this.chart.setAttribute(name, value));
+    this.chart.setAttribute("aria-label", `${this.points.length} plans by memory of the fullest rank and time for an ` +
+      `image; ${this.points.filter((each) => each.on_front).length} of them are on the front. ${KEYS_HINT}`);
+    this.ring = makeSvg("g", { class: "mpi4dl-tuning-mark" });
+    this.chart.replaceChildren(...this.drawAxes(words), ...this.drawFront(), this.ring, ...this.drawPoints(words));
+    this.drawLegend(words);
+    this.mark(this.chosen);
+  }
+
+  drawAxes({ rank_bytes: limit }) {
+    const { inner, across, down, place } = this.layout, bottom = inner.top + inner.height, parts = [];
+    const text = (words, x, y, anchor, more = {}) => makeSvg("text", { x, y, "text-anchor": anchor, ...more }, words);
+    for (const [bytes, label] of makeByteTicks(across, inner.width / 90)) {
+      const [x] = place(down.low, bytes);
+      parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${x} ${inner.top}V${bottom}` }),
+        text(label, x, bottom + 17, "middle"));
+    }
+    for (const seconds of makeAxisTicks(down, 1e-3, inner.height / 44)) {
+      const [, y] = place(seconds, across.low);
+      parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${inner.left} ${y}h${inner.width}` }),
+        text(shortenZeros(formatDuration(seconds)), inner.left - 8, y + 4, "end"));
+    }
+    parts.push(text("memory of the fullest rank", inner.left + inner.width / 2, bottom + 38, "middle"),
+      text("time for an image: lower is faster", 6, 14, "start"));
+    const isExceeded = this.points.some((each) => each.bytes > limit);
+    if (limit && limit <= across.high) {
+      const [x] = place(down.low, limit), right = inner.left + inner.width;
+      const inside = right - x > 150, beyond = { x, y: inner.top, width: right - x, height: inner.height };
+      parts.push(makeSvg("rect", { class: "mpi4dl-tuning-beyond", ...beyond }),
+        makeSvg("path", { class: `mpi4dl-tuning-limit${isExceeded ? " exceeded" : ""}`, d: `M${x} ${inner.top}V${bottom}` }),
+        text(`a rank may hold ${formatBytes(limit)}`, inside ? x + 6 : x - 6, inner.top + 14, inside ? "start" : "end",
+          { class: `mpi4dl-tuning-limit-text${isExceeded ? " exceeded" : ""}` }));
+    }
+    return parts;
+  }
+
+  drawFront() {
+    const corners = traceFront(this.points, this.layout.places);
+    const way = `M${corners.map((each) => each.join(" ")).join("L")}`;
+    return corners.length ? [makeSvg("path", { class: "mpi4dl-tuning-front", d: way })] : [];
+  }
+
+  drawPoints({ points, kinds }) {
+    const order = points.map((_, at) => at).sort((a, b) => this.rankOf(points[a]) - this.rankOf(points[b]));
+    return order.map((at) => {
+      const { kind, number, failure } = points[at], { predicted, measured } = this.layout.places[at];
+      const { colour, shape } = kinds[kind], end = measured ?? predicted;
+      const group = makeSvg("g", { class: `mpi4dl-tuning-point${number ? "" : " too-large"}` });
+      group.style.setProperty("--kind", colour);
+      if (measured) {
+        group.append(makeSvg("path", { class: "way", d: `M${predicted.join(" ")}L${measured.join(" ")}` }),
+          makeSvg("path", { class: "was", d: drawPointShape(shape, 4), transform: `translate(${predicted})` }));
+      }
+      const add = (name, d) => group.append(makeSvg("path", { class: name, d, transform: `translate(${end})` }));
+      add(measured ? "measured" : "predicted", drawPointShape(shape, measured ? 7.5 : 6));
+      if (failure) add("fault", "M-6-6L6 6M6-6L-6 6");
+      return group;
+    });
+  }
+
+  // What is drawn later lies on top: the front above others, measured plans above all.
+  rankOf(point) {
+    return (point.number ? 1 : 0) + (point.on_front ? 1 : 0) + (point.measured_image_s ? 2 : 0);
+  }
+
+  drawLegend({ kinds, points }) {
+    const entry = (d, name, colour, kind = "predicted") => {
+      const icon = makeSvg("svg", { width: 20, height: 18, viewBox: "-10 -9 20 18", "aria-hidden": "true" },
+        makeSvg("g", { class: "mpi4dl-tuning-point" }, makeSvg("path", { class: kind, d })));
+      icon.style.setProperty("--kind", colour);
+      return makeElement("span", {}, icon, name);
+    };
+    const shown = Object.values(kinds).map(({ name, colour, shape }) => entry(drawPointShape(shape, 6), name, colour));
+    shown.push(entry("M-9-4H0V4H9", "front: none is better in both", "var(--ink)", "mpi4dl-tuning-front"));
+    if (points.some((each) => each.measured_image_s))
+      shown.push(entry(drawPointShape("circle", 7), "filled: measured, by its prediction", "var(--faint)", "measured"));
+    if (points.some((each) => !each.number))
+      shown.push(entry(drawPointShape("circle", 6), "dashed: does not fit", "var(--faint)", "predicted dashed"));
+    this.legend.replaceChildren(...shown);
+  }
+
+  /** Mark a plan and describe it beside the chart. */
+  mark(at) {
+    const point = this.points[at];
+    if (!point || !this.layout) return;
+    this.marked = at;
+    const { predicted, measured } = this.layout.places[at], [x, y] = measured ?? predicted;
+    const ring = (name) => makeSvg("circle", { class: name, cx: x, cy: y, r: 13 });
+    this.ring.replaceChildren(ring("edge"), ring("ring"));
+    this.describe(point);
+  }
+
+  /** Mark a plan, and let the kernel know that it is chosen; one that does not fit is only described. */
+  choose(at) {
+    this.mark(at);
+    const point = this.points[at];
+    if (!point?.number) return;
+    this.model.set("chosen", point.plan);
+    this.model.save_changes();
+    this.model.send({ choose: point.plan }); // at once: the model's state waits until the kernel has the one before
+  }
+
+  describe(point) {
+    this.name.textContent = point.number ? `${point.number}. ${point.name}` : point.name;
+    this.side.setAttribute("aria-label", point.number ? CHOSEN : UNFIT);
+    this.facts.replaceChildren(...point.facts.map(([name, text]) =>
+      makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
+    this.measure.setAttribute("aria-disabled", !point.number || this.model.get("busy") || Boolean(this.unavailable));
+    const text = this.tell(point).join(". ");
+    if (this.status.textContent !== text) this.status.textContent = text;
+  }
+
+  tell(point) {
+    const name = point.number ? `Plan ${point.number}: ${point.name}` : `${point.name}, ${UNFIT}`;
+    return [name, ...point.facts.map((fact) => fact.join(": "))];
+  }
+
+  /** Let the kernel measure the plan that is marked. The message names it, since the traits may lag behind. */
+  askToMeasure() {
+    const point = this.points[this.marked];
+    if (!point || this.model.get("busy")) return;
+    if (this.unavailable) this.status.textContent = this.unavailable;
+    else if (point.number) this.model.send({ measure: point.plan });
+    else this.status.textContent = `${point.name} cannot be measured: it does not fit.`;
+  }
+
+  listen() {
+    const find = (event) => {
+      const box = this.chart.getBoundingClientRect();
+      const place = [event.clientX - box.left, event.clientY - box.top];
+      return [this.layout ? findNearestPoint(this.layout.places, ...place, REACH_PX) : -1, ...place];
+    };
+    this.chart.addEventListener("pointermove", (event) => {
+      const [at, x, y] = find(event);
+      this.chart.style.cursor = at < 0 ? "" : "pointer";
+      if (at < 0) this.tooltip.hide();
+      else this.tooltip.show(this.tell(this.points[at]).slice(0, 4), x, y);
+    });
+    this.chart.addEventListener("pointerleave", () => this.tooltip.hide());
+    this.chart.addEventListener("click", (event) => this.choose(find(event)[0]));
+    this.chart.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const moves = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End"].includes(event.key);
+      if (!moves && event.key !== "m" && event.key !== "Enter") return;
+      event.preventDefault();
+      event.stopPropagation();
+      if (moves) this.choose(findNextPoint(this.points, this.chosen, event.key));
+      else this.askToMeasure();
+    });
+  }
+}
+
+export default { render };
