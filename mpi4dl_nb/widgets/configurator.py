@@ -36,8 +36,8 @@ from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.planning.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
+from mpi4dl_nb.planning.plan_table import list_near_plans, make_plan_table
 from mpi4dl_nb.widgets.figure_widget import StillFigure
-from mpi4dl_nb.widgets.plan_table import list_near_plans, make_plan_table
 from mpi4dl_nb.widgets.plan_view import BATCH, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
 from mpi4dl_nb.widgets.saved_page import NO_KERNEL
 from mpi4dl_nb.widgets.saved_view import SavedPart

@@ -344,7 +344,7 @@ def walk_with_hooks(cluster: Cluster, plan: Plan) -> tuple[StepDebugger, dict[st
         module.register_forward_hook(partial(keep, name))
     compute_weighted_sum(plain(images), labels).backward()
     training = Training(
-        model, plan, cluster, SHAPE, make_loss=make_loss(), labels=TensorSpec(tuple(labels.shape), "float64")
+        model, plan, cluster, SHAPE, loss=make_loss(), labels=TensorSpec(tuple(labels.shape), "float64")
     )
     return training.stepping(images, labels), seen
 
