@@ -100,6 +100,7 @@ def _open_stage(browser: Any, model: nn.Module, scale: float) -> Iterator[Callab
         stepper = Stepper(training, images, torch.randint(2, (1, *tissue.shape[:2])))
         harness = PageHarness(browser, stepper.view, (1280, 900), device_scale_factor=scale)
         page = harness.page
+        page.add_style_tag(content=".mpi4dl-stage { border-color: transparent !important }")  # half of it is cut off
         page.clock.install()
 
         def show(phase: str, exchanges: int, waits_ms: Sequence[int]) -> list[bytes]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PICTURES_OF = "pictures_of"
@@ -27,6 +27,8 @@ MOST_BYTES = 300_000
 """Of a notebook's file with its pictures."""
 FORMS = ((256, 1100, 80), (64, 1000, 70), (32, 900, 60), (16, 800, 50), (16, 700, 40), (8, 600, 30), (6, 560, 15))
 """Colours of a chart; largest width in pixels, and quality, of an image. The first that is small enough is used."""
+MOST_SHIFT = 8
+"""Of 256: the root mean square of how far few colours may be from those of a picture."""
 CELL_S = 900
 IMAGE = re.compile(r'<img alt="(?P<alt>[^"]*)"[^>]* src="data:image/png;base64,(?P<data>[^"]*)"')
 
@@ -55,15 +57,18 @@ def compress(image: Image.Image, colours: int, width_px: int, quality: int) -> b
     """Return the smaller one of two WebP files: in its own size with few colours, or at most so wide with losses.
 
     The first one is that of charts, whose letters and lines stay sharp: scaled, they would have more colours, and be
-    larger. The second one is that of images of tissue.
+    larger. The second one is that of images of tissue, of which few colours are left over: MOST_SHIFT is the limit.
     """
-    chart, image = image.convert("RGB").quantize(colours, dither=Image.Dither.NONE), image.convert("RGB")
+    image = image.convert("RGB")
+    chart = image.quantize(colours, dither=Image.Dither.NONE).convert("RGB")
+    shift = ImageStat.Stat(ImageChops.difference(image, chart)).rms
     if image.width > width_px:
         image = image.resize((width_px, image.height * width_px // image.width), Image.Resampling.LANCZOS)
     files = BytesIO(), BytesIO()
-    chart.convert("RGB").save(files[0], "WEBP", lossless=True)
-    image.save(files[1], "WEBP", quality=quality)
-    return min((file.getvalue() for file in files), key=len)
+    image.save(files[0], "WEBP", quality=quality)
+    if max(shift) <= MOST_SHIFT:
+        chart.save(files[1], "WEBP", lossless=True)
+    return min((file.getvalue() for file in files if file.tell()), key=len)
 
 
 def format_picture(alt: str, data: bytes) -> str:

@@ -5,6 +5,7 @@ Positions on the page are in inches from its upper left corner, so that no layou
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ FigureBox = tuple[float, float, float, float]
 """(left, bottom, width, height) in the figure's own coordinates."""
 
 WIDE_IN, MARGIN_IN, LANDING_IN = 10.5, 0.15, 7.0
+TITLE_CHARACTERS = 105
+"""Of one of the two lines of a title."""
 COLUMNS = (
     (0.0, "rank", 24),
     (0.165, "did last (F0: forward, B0: back, of micro-batch 0)", 46),
@@ -81,7 +84,7 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
     lane_in = 0.27 if len(ranks) <= MANY else 0.16
     lanes_in = lane_in * len(ranks)
     # The upper edges of the table, the panels and the schedule, and the height of the page, in inches from above.
-    table_top = 0.42
+    table_top = 0.6
     panels_top = table_top + ROW_IN * (len(ranks) + 1) + HEAD_IN
     schedule_top = panels_top + PANELS_IN + 0.45
     high_in = schedule_top + lanes_in + 0.15
@@ -90,7 +93,7 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
     def place(left: float, top: float, wide: float, high: float) -> FigureBox:
         return left / WIDE_IN, 1 - (top + high) / high_in, wide / WIDE_IN, high / high_in
 
-    title = describe_event(view.event)
+    title = textwrap.fill(describe_event(view.event), TITLE_CHARACTERS, max_lines=2, placeholder=" …")
     figure.text(MARGIN_IN / WIDE_IN, 1 - 0.12 / high_in, title, va="top", fontsize=11, weight="bold", color=INK)
     full_in = WIDE_IN - 2 * MARGIN_IN
     _draw_table(figure.add_axes(place(MARGIN_IN, table_top, full_in, ROW_IN * (len(ranks) + 1))), view)
