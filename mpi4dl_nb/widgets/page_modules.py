@@ -30,7 +30,7 @@ def join_modules(entry: str) -> str:
     def visit(path: Path) -> None:
         text = path.read_text(encoding="utf-8")
         for match in _IMPORT.finditer(text):
-            imported = (path.parent / match["file"]).resolve()
+            imported = path.parent.joinpath(match["file"]).resolve()
             if imported not in texts:
                 visit(imported)
         bare = _IMPORT.sub("", text)
