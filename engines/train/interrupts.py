@@ -52,9 +52,7 @@ class Interrupts:
         return bool(self._number) and time.monotonic() - self._since_s > within_s
 
     def __enter__(self) -> Interrupts:
-        self._before = {
-            signal_number: signal.signal(signal_number, self._record_signal) for signal_number in self._signals
-        }
+        self._before = {number: signal.signal(number, self._record_signal) for number in self._signals}
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -65,10 +63,8 @@ class Interrupts:
             signal.raise_signal(self._number)
 
     def _restore_handlers(self) -> None:
-        for signal_number, handler in self._before.items():
-            signal.signal(
-                signal_number, signal.SIG_DFL if handler is None else handler
-            )  # None: not installed from Python
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         # Nothing else happens in the handler: it may run between any two bytecodes of the step.

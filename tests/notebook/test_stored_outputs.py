@@ -44,7 +44,7 @@ def test_only_pictures_with_words_are_stored(path: Path):
         picture = STORED.fullmatch(output.data["text/html"])
         assert picture, output.data["text/html"][:200]
         image = Image.open(BytesIO(base64.b64decode(picture["data"])))
-        assert image.width >= 200
+        assert image.width >= 200  # the smallest one is the thumbnail of a slide
         assert len(np.unique(np.asarray(image.convert("L")))) > 3, "nothing is drawn"
         names = [str(Path.home()), socket.gethostname(), getpass.getuser()]
         assert not FOLDERS.search(unescape(picture["alt"]))

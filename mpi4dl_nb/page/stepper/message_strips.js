@@ -64,7 +64,7 @@ export class MessageStrips {
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
       this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
     const told = makeElement("div", {}, head,
-      makeElement("p", { text: `${what}: ${way}`, title: size }), makeElement("p", { class: "mpi4dl-faint", text: size }));
+      makeElement("p", { text: `${what}: ${way}`, title: size }), makeElement("p", { class: "mpi4dl-faint mpi4dl-strips-size", text: size }));
     return [told, ...this.makeTables(message)];
   }
 
