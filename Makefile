@@ -22,7 +22,7 @@ STAMP := .venv/.installed
 PURE := $(addprefix mpi4dl_nb/engines/, \
 	train/checkpoint_folder.py errors.py formatting.py comm/supervisor.py cli/plan_options.py plan/__init__.py \
 	plan/layout.py graph/model_graph.py comm/output.py images/regular_file.py images/metadata/*.py \
-	images/orientation.py comm/start.py geometry/tiles.py geometry/windows.py plan/schedule.py \
+	images/orientation.py comm/start.py geometry/*.py plan/schedule.py \
 	program/effects.py program/exchange.py plan/make_schedule.py program/instructions.py \
 	program/program.py program/timeline.py comm/all_reduce_sizes.py predict/machine.py predict/tallies.py \
 	predict/cores.py predict/cost.py predict/machines.py predict/memory_simulation.py predict/links.py \

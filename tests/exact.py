@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
-from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import MODEL, TensorSpec
 from mpi4dl_nb.engines.graph.outputs import call_loss, collect_from_prediction
 from mpi4dl_nb.engines.plan import Plan
@@ -94,13 +93,20 @@ def assert_exact(
     for rank, worker in enumerate(run_ranks(plan.ranks, lambda world: finish(start(world)))):
         way, whose = worker.program.get_direction_program(0), f"rank {rank} of {plan.summary}"
         if "images" in way.input_shards:
-            theirs = _cut_part(pixels.grad, way.input_shards["images"].tile)
+            theirs = way.input_shards["images"].cut(pixels.grad)
             assert same(worker.peek("images").grad, theirs), f"image gradient, {whose}"
         if way.loss:
-            made, last = worker.peek(way.prediction), plan.grids[-1]
-            tile = None if made.shape == output.shape else last.cut(*output.shape[-2:])[rank - plan.ranks]
+            made = worker.peek(way.prediction)
             assert made.dtype == output.dtype, f"type of the output, {whose}"
-            assert same(made, _cut_part(output, tile)), f"output, {whose}"
+            if way.prediction_shard is None or not way.prediction_shard.axes:
+                assert same(made, output), f"output, {whose}"
+            else:
+                whole = torch.zeros_like(output).contiguous()
+                way.prediction_shard.fill(whole, made)
+                mine = torch.zeros_like(whole)
+                way.prediction_shard.fill(mine, torch.ones_like(made))
+                assert mine.sum() == made.numel() > 0, f"size of the output, {whose}"
+                assert same(whole, output * mine), f"output, {whose}"
             assert same(worker.peek(way.loss), value), f"loss, {whose}"
         for name, weight in worker.weights.items():
             theirs = owned[name].grad
@@ -108,7 +114,3 @@ def assert_exact(
             assert theirs is None or same(weight.grad, theirs), f"gradient of {name}, {whose}"
         for name in worker.buffers.keys() & owned.keys():
             assert same(worker.buffers[name], owned[name]), f"{name}, {whose}"
-
-
-def _cut_part(whole: Tensor, tile: Tile | None) -> Tensor:
-    return whole if tile is None else whole[..., *tile.to_slices(Tile.whole(0, 0))]

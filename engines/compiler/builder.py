@@ -10,7 +10,8 @@ from typing import Any
 
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout, ValueLayouts
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.geometry.tiles import Axes, Move, Tile, compute_moves
+from mpi4dl_nb.engines.geometry.places import Place, to_places
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile, compute_moves
 from mpi4dl_nb.engines.geometry.windows import Shift, SpanRule, Window, WindowRead, compute_window
 from mpi4dl_nb.engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
 from mpi4dl_nb.engines.program.effects import LocalOp, Phase
@@ -117,10 +118,13 @@ class Builder(ValueLayouts):
         kernel: str,
         *arguments: Any,
         like: TensorSpec,
-        axes: Axes = (),
+        axes: Iterable[int | Place] = (),
         **keywords: Any,
     ) -> Ref:
-        """Add a kernel that runs on this rank's part of its arguments; `like` is the spec of the whole result."""
+        """Add a kernel that runs on this rank's part of its arguments; `like` is the spec of the whole result.
+
+        `axes` are those along which the result is sharded: dimensions, or places in them.
+        """
         op = LocalOp(out, kernel, arguments, keywords, self._module, self._graded)
         self._open.append(op)
         may_carry = self._graded and like.is_floating and kernel not in WITHOUT_GRADIENT
@@ -128,7 +132,7 @@ class Builder(ValueLayouts):
             name in self.graph.trainable or (name in self.values and self.values[name].differentiable)
             for name in op.reads
         )
-        self.values[out] = ValueLayout(out, like, axes, differentiable)
+        self.values[out] = ValueLayout(out, like, to_places(axes), differentiable)
         self.hold_extended(out)
         return Ref(out)
 
@@ -176,12 +180,15 @@ class Builder(ValueLayouts):
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """Return a value that holds the pixels `wanted`, by an exchange within the stage if one is needed.
 
+        If rows and columns of the value are merged with others, the result has them as dimensions (`split_axes`).
+
         Raises TraceError if tiles are computed one after another (`tile_by_tile`), because they cannot exchange pixels.
         """
         if self.tile_by_tile and self.extended.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
         # The tag advances on every rank, even one that sends and receives nothing here.
         self.tag += 2
+        ref = self.split_axes(ref)
         value, target = self.get_value(ref), f"{ref.name}.window{self.tag}"
         owned = self.get_tiles(value.size_px)
         name = self.transfer(value, "halo", target, target, self.tag, owned, wanted, fill)
@@ -201,22 +208,55 @@ class Builder(ValueLayouts):
             value = self.get_value(ref)
             everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
             window = self.exchange(self.crop_to_own(ref), everything, 0.0)
-            self.add_local_op(target, "aten.alias.default", window, like=value.spec)
+            kernel, *shape = ["aten.alias.default"] if value.is_split else ["aten.reshape.default", value.spec.shape]
+            self.add_local_op(target, kernel, window, *shape, like=value.spec)
         return Ref(target) if self.is_tiled(ref) else ref
 
     def crop_to_own(self, ref: Ref) -> Ref:
         """Return the pixels of a tiled value that this rank owns; a value that is not tiled is returned whole."""
         if not self.is_tiled(ref):
             return ref
-        tile = self.get_tiles(self.get_value(ref).size_px)[self.rank]
-        return self.pad_window(Window(ref.name, self.get_held_tiles(ref)[self.rank], tile, 0.0))
+        value = self.get_value(ref)
+        tile = self.get_tiles(value.size_px)[self.rank]
+        return self.cut_window(Window(ref.name, self.get_held_tiles(ref)[self.rank], tile, 0.0), value)
 
     def align_to_output(self, ref: Ref) -> Ref:
         """Return the pixels of a tiled value at the positions of the node's result; other values are returned whole."""
         if not self.is_tiled(ref):
             return ref
-        size_px = self.get_value(ref).size_px
-        return self.pad_window(self.read_window(ref, size_px, *(Shift(0) for _ in size_px)))
+        value = self.get_value(ref)
+        return self.cut_window(self.read_window(ref, value.size_px, *(Shift(0) for _ in value.places)), value)
+
+    def split_axes(self, ref: Ref) -> Ref:
+        """Return a value in a shape in which each sharded axis is a dimension of its own: the same pixels, in memory.
+
+        Windows, exchanges and gathers need such a shape.
+        """
+        value = self.get_value(ref)
+        split = value.split()
+        if split is not value and split.name not in self.values:
+            tile = self.get_held_tiles(ref)[self.rank]
+            shape = split.compute_shape(tile)
+            self.add_local_op(split.name, "aten.reshape.default", ref, shape, like=split.spec, axes=split.places)
+            self.hold_like(Ref(split.name), ref)
+        return Ref(split.name)
+
+    def cut_window(self, window: Window, value: ValueLayout) -> Ref:
+        """Return a window of a value, or of its split form, as a tensor in the value's own shape."""
+        part = self.pad_window(window)
+        if self.get_value(part).spec.shape == value.spec.shape:
+            return part
+        name, shape = f"{part.name}.merged", value.compute_shape(window.wanted)
+        if name not in self.values:
+            self.add_local_op(name, "aten.reshape.default", part, shape, like=value.spec, axes=value.places)
+        return Ref(name)
+
+    def merge_axes(self, split: Ref, value: ValueLayout) -> None:
+        """Add a value from its split form, of which this rank has its own tile."""
+        tile = self.get_tiles(value.size_px)[self.rank] if value.places else Tile()
+        shape = value.compute_shape(tile)
+        self.add_local_op(value.name, "aten.reshape.default", split, shape, like=value.spec, axes=value.places)
+        self._held.pop(value.name, None)  # what arrives is the tile itself, also where fused halos hold more later
 
     def transfer(
         self,
@@ -249,16 +289,17 @@ class Builder(ValueLayouts):
             Exchange(name, purpose, value.name, target, *pixels, sends, receives, tag, value.differentiable)
         )
         if receives:
-            self.values[target] = ValueLayout(target, value.spec, value.axes, value.differentiable)
+            self.values[target] = ValueLayout(target, value.spec, value.places, value.differentiable)
         return target if receives else value.name
 
     def pad_window(self, window: Window) -> Ref:
         """Return the window as one tensor of exactly the pixels wanted, with the fill outside the image."""
         if not any(map(any, window.margins)):
             return Ref(window.name)
-        value = self.values[window.name]
-        name = f"{window.name}.padded{len(self._open)}_{len(self.instructions)}"
-        pad = Ref(window.name), window.margins, window.fill, value.axes
+        source = self.split_axes(Ref(window.name))
+        value = self.values[source.name]
+        name = f"{source.name}.padded{len(self._open)}_{len(self.instructions)}"
+        pad = source, window.margins, window.fill, value.axes
         return self.add_local_op(name, "tile.pad", *pad, like=value.spec, axes=value.axes)
 
     def flush(self, interior: bool = False) -> None:

@@ -34,7 +34,9 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     several readers of a fused halo with different windows. Nodes that read in the same way share strips.
     """
     borrowed, value = b.single_halo_read, b.values.get(node.name)
-    if borrowed is None or value is None or not value.axes or node.spec is None:
+    if borrowed is None or value is None or not value.places or node.spec is None:
+        return
+    if not (value.is_split and b.get_value(Ref(borrowed.read.value)).is_split):
         return
     source, rules, outputs = Ref(borrowed.read.value), borrowed.read.rules, b.get_output_tiles(value.size_px)
     wanted = {rank: compute_window(tile, rules) for rank, tile in outputs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.places import Place, Places, compute_local_shape, get_sizes, keep_places, to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import Window
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
@@ -29,12 +30,12 @@ WHOLE_PX = 128 * 128
 class NeedsGatherError(TraceError):
     """An operator that needs more than tiles and windows: it is exact if every rank holds all of its inputs.
 
-    `axes` are those along which its result may be sharded again; there may be none.
+    `axes` are the dimensions along which its result may be sharded again; there may be none.
     """
 
     def __init__(self, message: str, axes: Axes = ()) -> None:
         super().__init__(message)
-        self.axes = axes
+        self.places = to_places(axes)
 
 
 def make_unsupported_error(node: Node, why: str = "has no entry in the operator table") -> TraceError:
@@ -109,12 +110,13 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
     for name in node.reads:
         if b.is_tiled(Ref(name)):
             value = b.values[name]
-            is_aligned = value.axes == tiled.axes and all(map(_can_broadcast, value.size_px, tiled.size_px))
+            is_aligned = value.places == tiled.places and all(map(_can_broadcast, value.size_px, tiled.size_px))
         else:
-            shape, pairs = get_spec(b, name).shape, zip(tiled.axes, tiled.size_px, strict=True)
-            is_aligned = all(len(shape) < -axis or _can_broadcast(shape[axis], size) for axis, size in pairs)
+            shape = get_spec(b, name).shape
+            dims = (place.dim for place in tiled.places if len(shape) >= -place.dim)
+            is_aligned = all(_can_broadcast(shape[dim], tiled.spec.shape[dim]) for dim in dims)
         if not is_aligned:
-            raise TraceError(
+            raise NeedsGatherError(
                 f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
                 f"{get_spec(b, name).shape}, which has other pixels. "
                 "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
@@ -136,14 +138,24 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
     The last axes of the value are those of `tiled`, or of size 1.
     """
     spec, tile = get_spec(b, ref.name), b.get_output_tiles(tiled.size_px)[b.rank]
-    cuts = {
+    pairs = zip(tiled.places, tile, strict=True)
+    cut = {place: span for place, span in pairs if len(spec.shape) >= -place.dim and spec.shape[place.dim] > 1}
+    value = ValueLayout(ref.name, spec, tuple(cut), differentiable=True)
+    spans = {
         axis: (span.start, span.stop)
-        for axis, span in zip(tiled.axes, tile, strict=True)
-        if len(spec.shape) >= -axis and spec.shape[axis] > len(span)
+        for axis, span, size in zip(value.split().axes, cut.values(), value.size_px, strict=True)
+        if size > len(span)
     }
-    if not cuts:
+    if not spans:
         return ref
-    return b.add_local_op(f"{node.name}.{ref.name}.tile", "tile.cut", ref, tuple(cuts), tuple(cuts.values()), like=spec)
+    name = f"{node.name}.{ref.name}.tile"
+    if value.is_split:
+        return b.add_local_op(name, "tile.cut", ref, tuple(spans), tuple(spans.values()), like=spec)
+    split = value.split().spec
+    x = b.add_local_op(f"{name}.split", "aten.reshape.default", ref, split.shape, like=split)
+    x = b.add_local_op(f"{name}.cut", "tile.cut", x, tuple(spans), tuple(spans.values()), like=split)
+    shape = value.compute_shape(Tile(*cut.values()))
+    return b.add_local_op(name, "aten.reshape.default", x, shape, like=spec)
 
 
 def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int, int, int]]:
@@ -156,21 +168,31 @@ def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int
     return places
 
 
-def get_local_shape(b: Builder, spec: TensorSpec, axes: Axes) -> tuple[int, ...]:
+def get_local_shape(b: Builder, spec: TensorSpec, places: Places) -> tuple[int, ...]:
     """Return the shape of this rank's part of the current node's result."""
-    return tuple(stop - start for _, start, stop in get_local_ranges(b, spec, axes))
+    if not places:
+        return spec.shape
+    return compute_local_shape(spec.shape, places, b.get_output_tiles(get_sizes(spec.shape, places))[b.rank])
 
 
-def get_sharded_dims(b: Builder, ref: Ref) -> tuple[int, ...]:
-    """Return the axes along which a value is sharded, counted from the front."""
+def get_sharded_axes(b: Builder, ref: Ref) -> tuple[int, ...]:
+    """Return the axes along which a value is sharded, each a dimension of its own, counted from the front."""
     value = b.get_value(ref)
     return tuple(axis + len(value.spec.shape) for axis in value.axes)
 
 
-def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> Axes:
-    """Return the sharded axes of a value, counted from the end, after the dimensions `dims` are removed."""
-    left = [axis for axis in range(len(b.get_value(ref).spec.shape)) if axis not in dims]
-    return tuple(left.index(axis) - len(left) for axis in get_sharded_dims(b, ref))
+def find_sharded_dims(b: Builder, ref: Ref) -> set[int]:
+    """Return the dimensions, counted from the front, of which each rank has a part."""
+    value = b.get_value(ref)
+    return {place.dim + len(value.spec.shape) for place in value.places}
+
+
+def get_places_without(b: Builder, ref: Ref, dims: Sequence[int]) -> Places:
+    """Return the places of a value's sharded axes after the dimensions `dims`, counted from the front, are removed."""
+    value = b.get_value(ref)
+    count = len(value.spec.shape)
+    left = [dim for dim in range(count) if dim not in dims]
+    return keep_places(value.places, [left.index(dim) - len(left) if dim in left else None for dim in range(count)])
 
 
 _COMPARED = "divide multiply subtract greater greater_equal less less_equal not_equal"
@@ -211,12 +233,13 @@ def run_on_contiguous(kernel: str, *arguments: Any, **keywords: Any) -> Any:
     return get_kernel(kernel)(*(a.contiguous() if isinstance(a, Tensor) else a for a in arguments), **keywords)
 
 
-def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
+def apply_locally(b: Builder, node: Node, axes: Iterable[int | Place], **changes: Any) -> Ref:
     """Run the node's own operator on local values, with some arguments replaced by `changes`.
 
-    A tiled result is computed from the pixels under it, any other from the pixels that the rank owns. Values in
-    `changes` are passed as they are.
+    `axes` are those along which the result is sharded: dimensions, or places in them. A tiled result is computed from
+    the pixels under it, any other from the pixels that the rank owns. Values in `changes` are passed as they are.
     """
+    axes = to_places(axes)
     pick = b.align_to_output if axes else b.crop_to_own
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
@@ -227,9 +250,9 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
         kernel, positional = "tile.seeded", [SEED, DEVICE, *make_seeded_arguments(node, kernel), *positional]
     spec = node.spec or TensorSpec((), "float32")
     if node.spec is None and axes:  # several outputs: sizes along the sharded axes, and a floating type if one is read
-        image, shape = find_largest_image(b, node), [1] * -min(axes)
-        for axis, size in zip(axes, image.size_px, strict=True):
-            shape[axis] = size
+        image, shape = find_largest_image(b, node), [1] * -min(axes).dim
+        for place, source in zip(axes, image.places, strict=True):
+            shape[place.dim] = image.spec.shape[source.dim]
         types = [get_spec(b, name) for name in node.reads]
         spec = TensorSpec(tuple(shape), next((read.dtype for read in types if read.is_floating), image.spec.dtype))
     return b.add_local_op(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
@@ -276,7 +299,7 @@ def all_gather_lines(b: Builder, node: Node, source: Ref, axis: int, lines: Span
     Raises NeedsGatherError beyond `WHOLE_PX` pixels.
     """
     whole = Tile.whole(*b.get_value(source).size_px)
-    wanted = whole.replace_span(get_sharded_dims(b, source).index(axis), lines)
+    wanted = whole.replace_span(get_sharded_axes(b, source).index(axis), lines)
     if wanted.pixels > WHOLE_PX:
         raise make_gather_error(node, f"takes {_format_sizes(wanted.shape)} pixels out of {source.name}")
     # Every rank wants the same lines, wherever its own tile lies.

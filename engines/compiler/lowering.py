@@ -13,6 +13,7 @@ from mpi4dl_nb.engines.compiler.operator_table import lower
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers, find_sharded_names, shard_graph
 from mpi4dl_nb.engines.compiler.value_layout import Memo, ValueLayout
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.places import to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
@@ -56,7 +57,8 @@ def add_inputs(builder: Builder, gradient: bool = False) -> None:
         axes = builder.image_axes
         cuts = len(spec.shape) > len(axes) and builder.can_tile(builder.get_image_px(spec))
         is_tiled = builder.stage.shares == 1 and (cuts or name == "images")
-        builder.values[name] = ValueLayout(name, spec, axes if is_tiled else (), gradient and spec.is_floating)
+        places = to_places(axes) if is_tiled else ()
+        builder.values[name] = ValueLayout(name, spec, places, gradient and spec.is_floating)
         builder.hold_extended(name)
 
 
@@ -113,8 +115,9 @@ class Lowering:
             builder.end_nodes()
             for crossing in self.crossings:
                 if crossing.source == role.stage:
-                    value = builder.get_value(builder.crop_to_own(Ref(crossing.value)))
-                    self._add_transfer(builder, role, crossing, value)
+                    own = builder.crop_to_own(Ref(crossing.value))
+                    builder.split_axes(own)
+                    self._add_transfer(builder, role, crossing, builder.get_value(own))
             self._builders[role] = builder
         return self._builders[role]
 
@@ -125,7 +128,7 @@ class Lowering:
 
     def build_forward(self, role: Role, lasting: Iterable[str]) -> tuple[ModelInstruction, ...]:
         """Return the forward instructions of a rank's stage; `lasting` values live to the end of the step."""
-        kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
+        kept = {crossing.value for crossing in self.crossings if role.stage in (crossing.source, crossing.target)}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
         items = self.get_builder(role).finish(kept.union(lasting))
         return tuple(replace(item, name=f"{prefix}{item.name}") for item in items)
@@ -153,10 +156,11 @@ class Lowering:
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
         value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
-        if self.tile_by_tile and value.axes:
-            return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], value.axes)
-        axes, tiles = self._place_value(builder.stage, value, name)
-        return ShardSpec(tiles[builder.rank], axes)
+        split, shape = value.split(), None if value.is_split else value.split().spec.shape
+        if self.tile_by_tile and split.places:
+            return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], split.axes, shape)
+        axes, tiles = self._place_value(builder.stage, split, name)
+        return ShardSpec(tiles[builder.rank], axes, shape)
 
     def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the names that any of the stages read."""
@@ -273,11 +277,16 @@ class Lowering:
         for crossing in self.crossings:
             if crossing.target == role.stage:
                 value = self.crossing_values[crossing.value]
-                self._add_transfer(builder, role, crossing, value)
+                arrives = self._add_transfer(builder, role, crossing, value)
+                value = replace(value, spec=builder.graph.specs.get(value.name, value.spec))
+                split = value.split()
                 # Where ranks share a micro-batch by images, the value arrives as a part of its images, with all pixels.
-                spec = builder.graph.specs.get(value.name, value.spec)
-                axes = value.axes if ranks.shares == 1 else ()
-                builder.values[value.name] = replace(value, spec=spec, axes=axes)
+                if ranks.shares > 1:
+                    value, split = replace(value, places=()), replace(split, places=())
+                builder.values[value.name] = value
+                if arrives and split.name != value.name:
+                    builder.values[split.name] = split
+                    builder.merge_axes(Ref(split.name), value)
         span = self.spans[role.stage]
         for node in builder.graph.nodes[span.start : span.stop]:
             if node.name in self._segment_starts:
@@ -288,24 +297,27 @@ class Lowering:
                 raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
         return builder
 
-    def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> None:
-        """Add the joint of two stages: the transfer of one value from the tiles of one to those of the other."""
+    def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> bool:
+        """Add the joint of two stages: the transfer of one value from the tiles of one to those of the other.
+
+        It travels in its split form. Returns whether this rank receives any of it.
+        """
         if not crossing.travels:
-            return
+            return False
         # Both stages compute the same moves from their tiles, without a word between them. For example, from 4 vertical
         # tiles to 2 horizontal ones each source rank sends 2 messages:
         #
         #   | 0 | 1 | 2 | 3 |        |   4   |        4 receives the upper half of each of 0 to 3,
         #   |   |   |   |   |  --->  |-------|
         #   |   |   |   |   |        |   5   |        5 the lower half
-        whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
+        whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec)).split()
         #
         # The axes are those along which either stage divides the value.
         stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
-        places = [self._place_value(stage, whole, crossing.value) for stage in stages]
-        whole = replace(whole, axes=tuple(dict.fromkeys((*places[1][0], *places[0][0]))))
+        parts = [self._place_value(stage, whole, crossing.value) for stage in stages]
+        whole = replace(whole, places=to_places(dict.fromkeys((*parts[1][0], *parts[0][0]))))
         owned, wanted = (
-            {rank: _extend_to_axes(tile, axes, whole) for rank, tile in tiles.items()} for axes, tiles in places
+            {rank: _extend_to_axes(tile, axes, whole) for rank, tile in tiles.items()} for axes, tiles in parts
         )
         # A rank of both stages whose tile does not change receives nothing.
         wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
@@ -314,7 +326,8 @@ class Lowering:
         name = f"{value.name}.stage{crossing.source}to{crossing.target}"
         # All micro-batches use this tag: their messages match in the order in which both ranks post them.
         tag = crossing.tag + 2 * role.direction * len(self.crossings)
-        builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
+        builder.transfer(whole, "stage", name, whole.name, tag, owned, wanted)
+        return builder.rank in wanted
 
     def _place_value(self, stage: StageRanks, value: ValueLayout, name: str) -> tuple[Axes, dict[int, Tile]]:
         """Return the axes along which a stage divides `name` (as the model names the value), and each rank's tile."""
@@ -323,7 +336,7 @@ class Lowering:
             axes, grid = (-len(value.spec.shape),) if name in self.batch_sharded else (), Grid(stage.shares)
         if not axes:
             return (), dict.fromkeys(stage.ranks, Tile())
-        return axes, dict(zip(stage.ranks, grid.cut(*replace(value, axes=axes).size_px), strict=True))
+        return axes, dict(zip(stage.ranks, grid.cut(*value.spec.get_sizes(axes)), strict=True))
 
 
 def _extend_to_axes(tile: Tile, axes: Axes, value: ValueLayout) -> Tile:

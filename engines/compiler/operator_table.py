@@ -20,14 +20,16 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     all_gather_pixels,
     apply_locally,
     check_deterministic,
-    get_local_ranges,
+    cut_to_tile,
     is_pointwise,
     make_gather_error,
     make_shared_images_error,
     make_unsupported_error,
     map_refs,
 )
+from mpi4dl_nb.engines.compiler.value_layout import MergedAxesError, ValueLayout
 from mpi4dl_nb.engines.errors import PlanError, TraceError
+from mpi4dl_nb.engines.geometry.places import get_sizes
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref, find_ref_names
 from mpi4dl_nb.engines.program.kernels import Kernel, get_kernels, register_kernel
 
@@ -38,13 +40,19 @@ _TABLE: dict[str, tuple[Rule, dict[str, Any]]] = {}
 
 
 def register_rule(
-    *operators: str, everywhere: bool = False, images: tuple[str, ...] = (), shared: bool = False
+    *operators: str,
+    everywhere: bool = False,
+    images: tuple[str, ...] = (),
+    tiled: tuple[str, ...] = (),
+    shared: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a rule: a function of a `Builder` and a `Node`, called if an argument of the operator is tiled.
 
-    `everywhere`: the rule is also called if no argument is tiled. `images` names the only arguments that the rule
-    accepts tiled, and only with rows and columns as last axes. `shared`: the rule also handles images that ranks share,
-    and combines all of them into one result. A notebook cell may register rules, and replaces them when it runs again:
+    `everywhere`: the rule is also called if no argument is tiled. `tiled` names the only arguments that the rule
+    accepts tiled; `images` does so for those that must have rows and columns as last axes. `shared`: the rule also
+    handles images that ranks share, and combines all of them into one result. A rule that asks for the `axes` of a
+    value of which rows and columns are merged, as in tokens (N, H * W, C), is left, and the value is gathered if it
+    has few pixels. A notebook cell may register rules, and replaces them when it runs again:
     the ranks of a `Training` created afterwards receive them, and the kernels of `register_kernel`, by value.
 
     The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
@@ -65,7 +73,7 @@ def register_rule(
 
     def add(rule: Rule) -> Rule:
         for name in operators:
-            _TABLE[name] = rule, {"everywhere": everywhere, "images": images, "shared": shared}
+            _TABLE[name] = rule, {"everywhere": everywhere, "images": images, "tiled": tiled, "shared": shared}
         return rule
 
     return add
@@ -93,9 +101,11 @@ def lower(b: Builder, node: Node) -> None:
         _lower(b, node)
         if b.overlaps:
             split_interior(b, node, _lower)
-    except (NeedsGatherError, PlanError) as refusal:
+    except (NeedsGatherError, MergedAxesError, PlanError) as refusal:
+        if isinstance(refusal, MergedAxesError):
+            refusal = make_gather_error(node, f"needs rows and columns as dimensions, but {refusal}")
         if b.tile_by_tile and len(b.stage.ranks) > 1:
-            raise  # tiles are computed one after another, so none can gather what the others hold
+            raise refusal  # tiles are computed one after another, so none can gather what the others hold
         b.undo_node()
         _lower_gathered(b, node, refusal)
     except TraceError:
@@ -112,22 +122,21 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
     Raises the refusal, as a TraceError or PlanError, if too many pixels would be gathered.
     """
     images = [b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name))]
-    alike = (image.axes for image in images if node.spec and image.spec.shape == node.spec.shape)
-    axes = getattr(refusal, "axes", ()) or next(alike, ())
+    alike = (image.places for image in images if node.spec and image.spec.shape == node.spec.shape)
+    places = getattr(refusal, "places", ()) or next(alike, ())
     try:
         arguments = {
             name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
         }
     except NeedsGatherError:
         raise TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal from None
-    if not axes or not b.can_tile(node.spec.get_sizes(axes)):
+    if not places or not b.can_tile(get_sizes(node.spec.shape, places)):
         _lower(b, replace(node, arguments=arguments))
         return
     whole = f"{node.name}.whole"
     _lower(b, replace(node, name=whole, arguments=arguments))
-    places = get_local_ranges(b, node.spec, axes)
-    spans = tuple(places[axis][1:] for axis in axes)
-    b.add_local_op(node.name, "tile.cut", Ref(whole), axes, spans, like=node.spec, axes=axes)
+    part = cut_to_tile(b, node, Ref(whole), ValueLayout(node.name, node.spec, places, differentiable=True))
+    b.add_local_op(node.name, "aten.alias.default", part, like=node.spec, axes=places)
 
 
 def _lower(b: Builder, node: Node) -> None:
@@ -137,23 +146,25 @@ def _lower(b: Builder, node: Node) -> None:
     if joins and not how.get("shared"):
         raise make_shared_images_error(node, "joins the images of several ranks, for which there is no rule")
     if rule and (tiled or joins or how["everywhere"]):
-        _check_images(b, node, how["images"])
+        _check_tiled(b, node, how["images"], how["images"] + how["tiled"])
         rule(b, node)
     elif not tiled or is_pointwise(node.operator):
         check_deterministic(b, node)
         changes = align_arguments(b, node) if tiled else {}
-        apply_locally(b, node, b.get_value(tiled[0]).axes if tiled else (), **changes)
+        apply_locally(b, node, b.get_value(tiled[0]).places if tiled else (), **changes)
+    elif node.operator.startswith("aten."):
+        raise make_gather_error(node, "has no entry in the operator table")
     else:
-        raise make_unsupported_error(node)
+        raise make_unsupported_error(node)  # a user's operator, which the ranks may not have
 
 
-def _check_images(b: Builder, node: Node, allowed: tuple[str, ...]) -> None:
-    """Raise TraceError if the node reads a tiled value that its rule for images does not accept."""
+def _check_tiled(b: Builder, node: Node, images: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    """Raise TraceError if the node reads a tiled value that its rule does not accept; `images` must have image axes."""
     for name, argument in node.arguments.items() if allowed else ():
         for tiled in (Ref(read) for read in find_ref_names(argument) if b.is_tiled(Ref(read))):
             if name not in allowed:
                 raise make_gather_error(node, f"takes pixels as its {name}")
-            if b.get_value(tiled).axes != b.image_axes:
+            if name in images and b.get_value(tiled).axes != b.image_axes:
                 raise make_gather_error(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")
 
 

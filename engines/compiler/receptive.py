@@ -112,12 +112,12 @@ class ReceptiveFields:
     def has_pixels(self, node: str) -> bool:
         """Return whether a node's value has rows and columns; a flattened one has not."""
         value = self._builder.values.get(node)
-        return value is not None and bool(value.axes)
+        return value is not None and bool(value.places)
 
     def get_size_px(self, node: str) -> tuple[int, int]:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
         if not self.has_pixels(node):
-            known = [name for name, layout in self._builder.values.items() if layout.axes]
+            known = [name for name, layout in self._builder.values.items() if layout.places]
             problem = f"{node!r} is no value of rows and columns: it has no receptive field"
             raise PlanError(describe_unknown(problem, node, known))
         return self._builder.values[node].size_px
@@ -133,10 +133,10 @@ class ReceptiveFields:
         fields = {source: tuple(FieldSpans.whole(size) for size in self.get_size_px(source))}
         for node in self.graph.nodes:
             layout = values.get(node.name)
-            if layout is None or not layout.axes:
+            if layout is None or not layout.places:
                 continue
             for name in dict.fromkeys(node.reads):
-                if name not in fields or not values[name].axes:
+                if name not in fields or not values[name].places:
                     continue
                 whole = Tile.whole(*values[name].size_px)
                 for spans in self._find_windows(node.name, name, layout.size_px, whole):

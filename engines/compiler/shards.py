@@ -11,6 +11,7 @@ from torch import Tensor
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.geometry.places import compute_local_shape, to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Plane, Span, Tile
 from mpi4dl_nb.engines.graph.model_graph import Ref
 from mpi4dl_nb.engines.program.effects import Phase
@@ -23,6 +24,7 @@ class Shard:
 
     `held` may extend beyond the image. `own` is the part it owns. `axes` are the rows and columns, none if the value
     has no pixels. `images` are the images that it holds, None for all. `module` is the module that made the value.
+    `split_shape` is the shape in which rows and columns are dimensions, if the value merges them with others.
     """
 
     name: str
@@ -32,17 +34,26 @@ class Shard:
     own: Tile
     images: Span | None
     module: str = ""
+    split_shape: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
         """The name for display: `relu_2 (block.after)`, or the window of it."""
         name, window, _ = self.name.partition(".window")
-        return f"{'window of ' * bool(window)}{name}" + (f" ({self.module})" if self.module else "")
+        label = f"{'window of ' * bool(window)}{name.removesuffix('.split')}"
+        return label + (f" ({self.module})" if self.module else "")
 
     @property
     def size_px(self) -> tuple[int, ...]:
         """Height and width of the whole value."""
-        return tuple(self.shape[axis] for axis in self.axes)
+        return tuple((self.split_shape or self.shape)[axis] for axis in self.axes)
+
+    @property
+    def held_shape(self) -> tuple[int, ...] | None:
+        """The shape in which the rank's tensor has rows and columns as dimensions, if it is not its own."""
+        if self.split_shape is None:
+            return None
+        return compute_local_shape(self.split_shape, to_places(self.axes), self.held)
 
     @property
     def plane(self) -> Plane:
@@ -72,18 +83,20 @@ class ShardIndex:
             if (role.direction, role.stage) != (direction, stage) or name not in builder.values:
                 continue
             value, ref = builder.values[name], Ref(name)
+            split = value.split()
             shape, images = value.spec.shape, None
             if builder.is_batch_sharded(ref):
                 shape = (shape[0] * builder.stage.shares, *shape[1:])
                 (images,) = Grid(builder.stage.shares).get_tile(role.tile, shape[0])
-            if not value.axes:
+            if not value.places:
                 # The rank holds all pixels, if there are any.
                 axes = (-2, -1) if len(shape) == 4 else ()
                 held = owned = Tile.whole(*(shape[axis] for axis in axes))
             else:
-                axes, held = value.axes, builder.get_held_tiles(ref)[builder.rank]
+                axes, held = split.axes, builder.get_held_tiles(ref)[builder.rank]
                 owned = builder.get_tiles(value.size_px)[builder.rank]
-            return Shard(name, shape, axes, held, owned, images, self.modules.get(name.partition(".")[0], ""))
+            module, split_shape = self.modules.get(name.partition(".")[0], ""), split.spec.shape
+            return Shard(name, shape, axes, held, owned, images, module, None if value.is_split else split_shape)
         return None
 
     def find_step_shard(self, rank: int, place: StepLabel) -> Shard | None:
@@ -118,6 +131,7 @@ class ShardIndex:
                     op.out
                     for item, op in ops
                     if op.out in item.get_effects(Phase.FORWARD).makes
+                    and not op.out.endswith(".split")  # another shape for the value before it
                     and (name == op.out or f"{op.module}.".startswith(f"{name}."))
                 ]
                 kept = name if name in way.input_shards else outputs[-1] if outputs else None
@@ -131,9 +145,11 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
     Raises PlanError if there are no parts, or a part does not have the shape of its shard.
     """
     whole: Tensor | None = None
+    shape: tuple[int, ...] = ()
     for extent, tensor in parts:
         if whole is None:
-            whole = tensor.new_zeros(extent.shape)
+            whole, shape = tensor.new_zeros(extent.split_shape or extent.shape), extent.shape
+        tensor = tensor if extent.held_shape is None else tensor.reshape(extent.held_shape)
         into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
         if tuple(tensor.shape[axis] for axis in extent.axes) != extent.held.shape:
             raise PlanError(f"{extent.name} has shape {tuple(tensor.shape)}, which is not that of {extent.held}.")
@@ -145,4 +161,4 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
         into.add_(tensor) if adds else into.copy_(tensor)
     if whole is None:
         raise PlanError("No rank holds this value now.")
-    return whole
+    return whole.reshape(shape)

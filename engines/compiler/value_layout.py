@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.places import Places, compute_local_shape, get_sizes, split_shape, to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
 from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, ValueCost
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
@@ -40,23 +42,53 @@ class Memo:
         return answer
 
 
+class MergedAxesError(TraceError):
+    """A value whose sharded axes are merged with others, where each of them must be a dimension of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
     """A tensor in a stage; `spec` is that of the whole image.
 
-    `axes` are those along which it is sharded, such that each rank holds its own tile; if there are none, every rank of
-    the stage holds all of it.
+    `places` are those of the axes along which it is sharded, such that each rank holds its own tile; if there are none,
+    every rank of the stage holds all of it.
     """
 
     name: str
     spec: TensorSpec
-    axes: Axes
+    places: Places
     differentiable: bool
+
+    @property
+    def axes(self) -> Axes:
+        """The dimensions along which it is sharded.
+
+        Raises MergedAxesError if rows and columns are no dimensions of their own, as in tokens (N, H * W, C).
+        """
+        if not self.is_split:
+            raise MergedAxesError(f"the rows and columns of {self.name}, of shape {self.spec.shape}, are merged")
+        return tuple(place.dim for place in self.places)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each sharded axis is a dimension of its own."""
+        return all(place.is_whole for place in self.places)
 
     @property
     def size_px(self) -> tuple[int, ...]:
         """The sizes of the whole value along its sharded axes."""
-        return self.spec.get_sizes(self.axes)
+        return get_sizes(self.spec.shape, self.places)
+
+    def split(self) -> ValueLayout:
+        """Return the layout of the same pixels in a shape in which each sharded axis is a dimension of its own."""
+        if self.is_split:
+            return self
+        shape, axes = split_shape(self.spec.shape, self.places)
+        return replace(self, name=f"{self.name}.split", spec=replace(self.spec, shape=shape), places=to_places(axes))
+
+    def compute_shape(self, tile: Tile) -> tuple[int, ...]:
+        """Return the shape of a tensor that holds `tile`."""
+        return compute_local_shape(self.spec.shape, self.places, tile)
 
 
 @dataclass
@@ -99,7 +131,7 @@ class ValueLayouts:
 
     def is_tiled(self, ref: Any) -> bool:
         """Return whether an argument is a value of which each rank holds a tile."""
-        return isinstance(ref, Ref) and ref.name in self.values and bool(self.values[ref.name].axes)
+        return isinstance(ref, Ref) and ref.name in self.values and bool(self.values[ref.name].places)
 
     def is_batch_sharded(self, ref: Any) -> bool:
         """Return whether an argument is a value of which each rank holds different images."""
@@ -114,7 +146,7 @@ class ValueLayouts:
         value = self.get_value(ref)
         if self.is_batch_sharded(ref):
             return [value.spec.numel // groups] * self.stage.shares
-        if not value.axes:
+        if not value.places:
             return [value.spec.numel // groups]
         per_px = value.spec.numel // groups // math.prod(value.size_px)
         return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
@@ -149,7 +181,7 @@ class ValueLayouts:
 
     def hold_extended(self, name: str) -> None:
         """Record that ranks hold more than their tiles of a tiled value, where its group reads more (fused halos)."""
-        if self.values[name].axes and name in self.extended.held:
+        if self.values[name].places and name in self.extended.held:
             self._held[name] = self.extended.held[name]
 
     def hold_like(self, out: Ref, ref: Ref) -> None:

@@ -166,7 +166,10 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
         for micro_batch, tensor in prediction.items():
             # The part of the micro-batch's prediction that the rank holds, as a view into the whole.
             view, shard = whole.chunk(count)[micro_batch], program.get_direction_program(micro_batch).prediction_shard
-            (shard.cut(view) if shard else view).copy_(tensor)
+            if shard:
+                shard.fill(view, tensor)
+            else:
+                view.copy_(tensor)
     return whole
 
 

@@ -30,10 +30,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """A rank's part of a micro-batch's input or prediction: `tile` of it, along `axes`; without axes, all of it."""
+    """A rank's part of a micro-batch's input or prediction: `tile` of it, along `axes`; without axes, all of it.
+
+    `split_shape` is the one in which these axes are dimensions, if the value's own shape merges them with others.
+    """
 
     tile: Tile
     axes: Axes
+    split_shape: tuple[int, ...] | None = None
+
+    def fill(self, whole: Any, part: Any) -> None:
+        """Write a rank's part into the tensor of the whole micro-batch, in place."""
+        target = self.cut(whole if self.split_shape is None else whole.view(self.split_shape))
+        target.copy_(part.reshape(target.shape))
 
     def cut(self, whole: Any) -> Any:
         """Return this part of a micro-batch's tensor, a view."""

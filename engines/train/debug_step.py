@@ -46,7 +46,8 @@ class ViewRequest:
     """A request to view one channel of one image of a micro-batch's value, or of its gradient.
 
     `image` counts from the first of the micro-batch, and `plane` is what the rank holds of each image. `bound_px` is
-    the largest height or width of the view.
+    the largest height or width of the view. `held_shape` is the shape in which the tensor has rows and columns as
+    dimensions, if it is not its own.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ViewRequest:
     image: int
     channel: int
     bound_px: int
+    held_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ class RankStepper:
         part = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if part is None:
             return None, effects, self._summed
-        planes = _to_planes(part, look.plane)
+        planes = _to_planes(part if look.held_shape is None else part.reshape(look.held_shape), look.plane)
         plane = _cut_channel(planes, look.plane, look)
         if plane is None:
             return None, effects, self._summed

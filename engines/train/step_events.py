@@ -191,7 +191,7 @@ class StepView(FactTable):
     def last_image(self) -> int:
         """The last image of a micro-batch."""
         shown = (panel.extent for panel in self.panels if panel.seen is not None)
-        return max((extent.shape[0] for extent in shown if extent.axes), default=1) - 1
+        return max(((extent.split_shape or extent.shape)[0] for extent in shown if extent.axes), default=1) - 1
 
 
 class DebuggedStep(Protocol):
@@ -292,7 +292,8 @@ class _ViewTarget:
         extent = self.extent
         if extent is None:
             return None
-        return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.plane, image, channel, bound_px)
+        look = extent.plane, image, channel, bound_px, extent.held_shape
+        return ViewRequest(extent.name, self.micro_batch, self.gradient, *look)
 
     def make_panel(self, rank: RankEvent, seen: ViewResult | None, image: int) -> RankPanel:
         """Return the panel for the rank's reply, or with the reason why there is nothing to show."""

@@ -329,7 +329,7 @@ def test_ranks_start_beside_files_called_like_pythons_modules(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('this file of the user has been imported')")
     (tmp_path / "mine.py").write_text("RATE = 0.1")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    lines = "import mpi4dl_nb, sys; sys.path.insert(0, '')\n" + START
+    lines = "from mpi4dl_nb import Cluster; import sys; sys.path.insert(0, '')\n" + START
     done = subprocess.run(
         [sys.executable, "-P", "-c", lines], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
     )
@@ -349,7 +349,7 @@ def test_ranks_start_beside_files_called_like_our_packages(tmp_path):
     hide_packages(tmp_path)
     (tmp_path / "mine.py").write_text("RATE = 0.1")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    lines = "import mpi4dl_nb, sys, mpi4py; sys.path.insert(0, '')\n" + START
+    lines = "from mpi4dl_nb import Cluster; import sys; sys.path.insert(0, '')\n" + START
     done = subprocess.run(
         [sys.executable, "-P", "-c", lines], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
     )

@@ -91,6 +91,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(startup_monitor, "time", clock)
+    monkeypatch.setattr(StartupMonitor, "usual_s", startup_monitor._WORK_S)  # as before the first start
     monkeypatch.setattr(startup_monitor, "compute_load_factor", lambda: 1.0)
     monkeypatch.setattr(startup_monitor, "count_cores", lambda: 2)
     return clock

@@ -70,7 +70,7 @@ def test_the_sheets_of_other_widgets_change_nothing(page):
     send_keys(page, "t")
     stage, offset = page.locator(".mpi4dl-stage"), "getComputedStyle(document.activeElement).outlineOffset"
     before = stage.bounding_box()
-    page.add_style_tag(content=read_style("stepper.css", "timeline.css"))
+    page.add_style_tag(content=read_style("stepper/stepper.css", "timeline/timeline.css"))
     assert stage.bounding_box() == before
     assert page.evaluate(offset) == "-3px"
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
+from mpi4dl_nb.engines.geometry.places import to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Tile
 from mpi4dl_nb.engines.geometry.windows import SlidingWindow, compute_halo_widths, compute_window
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
@@ -122,7 +123,8 @@ def build_program(case: Case, rank: int) -> tuple[Program, ShardSpec]:
     ranks = StageRanks(case.grid, tuple(range(case.grid.tiles)))
     b = Builder(SimpleNamespace(trainable=frozenset()), ranks, rank, tag=2)
     for name, number in (("x", 0), ("weights", 2)):
-        b.values[name] = ValueLayout(name, TensorSpec(case.get_shape(number), "float64"), case.axes, name == "x")
+        spec = TensorSpec(case.get_shape(number), "float64")
+        b.values[name] = ValueLayout(name, spec, to_places(case.axes), name == "x")
     ref = Ref("x")
     for number, rules in enumerate(case.layers, 1):
         window = b.pad_window(b.read_window(ref, case.sizes[number], *rules, fill=case.fill))

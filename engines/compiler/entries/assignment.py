@@ -15,11 +15,13 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     apply_locally,
     cut_to_tile,
     get_local_ranges,
+    get_local_shape,
     get_spec,
     make_gather_error,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
+from mpi4dl_nb.engines.geometry.places import to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes
 from mpi4dl_nb.engines.geometry.windows import Shift, SpanRule, TableWindow
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
@@ -61,7 +63,7 @@ def _align(b: Builder, node: Node, ref: Ref, axes: Axes) -> Ref:
     """Return the part, under this rank's part of the result, of a value that is sharded along `axes` as that is."""
     if b.is_tiled(ref):
         return b.align_to_output(ref)
-    return cut_to_tile(b, node, ref, ValueLayout(ref.name, get_spec(b, ref.name), axes, differentiable=True))
+    return cut_to_tile(b, node, ref, ValueLayout(ref.name, get_spec(b, ref.name), to_places(axes), differentiable=True))
 
 
 @register_rule("aten.index_put.default")
@@ -192,15 +194,28 @@ def expand_number(value: float, shape: Sequence[int], dtype: torch.dtype, device
 @register_rule(*draws, everywhere=True)
 def lower_random(b: Builder, node: Node) -> None:
     """Draw the part of a random tensor that is on this tile."""
-    a = node.arguments
-    source = next((a[name] for name in ("self", "input") if name in a), None)
-    axes = b.get_value(source).axes if isinstance(source, Ref) and b.is_tiled(source) else ()
+    source = next((node.arguments[name] for name in ("self", "input") if name in node.arguments), None)
+    places = b.get_value(source).places if isinstance(source, Ref) else ()
     # Numbers follow from the place in the whole image and the number of the draw: nothing is sent, and a stage that
     # is computed again draws the same.
     number = find_sample_number(b.graph, node)
     if number is None:
-        apply_locally(b, node, axes)
+        apply_locally(b, node, places)
         return
+    value = ValueLayout(node.name, node.spec, places, differentiable=True)
+    split = value.split()
+    if split is value:
+        _draw(b, node, source, number, value.axes)
+        return
+    if "feature" in node.operator:
+        raise make_gather_error(node, "draws one number for each channel, and rows and columns are merged")
+    _draw(b, replace(node, name=split.name, spec=split.spec), b.split_axes(source), number, split.axes)
+    shape = get_local_shape(b, node.spec, places)
+    b.add_local_op(node.name, "aten.reshape.default", Ref(split.name), shape, like=node.spec, axes=places)
+
+
+def _draw(b: Builder, node: Node, source: Ref | None, number: int, axes: Axes) -> None:
+    a = node.arguments
     place = get_local_ranges(b, node.spec, axes)
     if b.is_batch_sharded(Ref(node.name)):  # this rank's images of all those that the ranks share
         images = node.spec.shape[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -13,14 +12,16 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
     all_gather_lines,
     apply_locally,
-    get_axes_without,
-    get_sharded_dims,
+    find_sharded_dims,
+    get_places_without,
+    get_sharded_axes,
     get_spec,
     make_gather_error,
     split_arguments,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.places import keep_places
 from mpi4dl_nb.engines.geometry.tiles import Span
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
 from mpi4dl_nb.engines.program.kernels import get_operator
@@ -34,7 +35,7 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
     count = len(b.get_value(ref).spec.shape)
     given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
     axes = [dim % count for dim in given]
-    if not axes or not set(axes).isdisjoint(get_sharded_dims(b, ref)):
+    if not axes or not find_sharded_dims(b, ref).isdisjoint(axes):
         raise make_gather_error(node, f"works along a spatial axis (dim={dims})")
     return axes
 
@@ -50,7 +51,7 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
 @register_rule(
     *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow", "argmax", "argmin")),
     *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
-    *("aten.softmax.int", "aten.log_softmax.int", "aten.prod.dim_int", "aten.unbind.int"),
+    *("aten.prod.dim_int", "aten.unbind.int"),
     *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
 )
 def lower_per_pixel(b: Builder, node: Node) -> None:
@@ -70,19 +71,20 @@ def lower_other_axes(b: Builder, node: Node, source: Ref, several: bool = False)
     dims = check_along_other_axes(b, node, source, a.get("dim", a.get("dims")))
     keeps = a.get("keepdim", node.operator not in _REMOVING)
     changes = align_arguments(b, node) if several else {}
-    apply_locally(b, node, get_axes_without(b, source, [] if keeps else dims), **changes)
+    apply_locally(b, node, get_places_without(b, source, [] if keeps else dims), **changes)
 
 
 @register_rule("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
 def reorder_pixels(b: Builder, node: Node) -> None:
     """Reorder or repeat values; along rows and columns each output reads one input."""
     source = check_only_first_tiled(b, node)
-    value, sharded = b.get_value(source), get_sharded_dims(b, source)
+    value = b.get_value(source)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     axes = [dim % len(value.spec.shape) for dim in ([dims] if isinstance(dims, int) else dims or ())]
-    if not axes or not set(axes) <= set(sharded):
+    if not axes or not set(axes) <= find_sharded_dims(b, source):
         lower_per_pixel(b, node)
         return
+    sharded = get_sharded_axes(b, source)
     # The operator is applied to the pixels' numbers along one axis at a time.
     pixels = {axis: torch.arange(size) for axis, size in zip(sharded, value.size_px, strict=True)}
     for number, axis in enumerate(axes):
@@ -127,15 +129,16 @@ def shuffle_channels(b: Builder, node: Node) -> None:
 @register_rule("aten.one_hot.default")
 def one_hot(b: Builder, node: Node) -> None:
     """Encode class numbers along a new last axis."""
-    apply_locally(b, node, tuple(axis - 1 for axis in b.get_value(node.arguments["self"]).axes))
+    places = b.get_value(node.arguments["self"]).places
+    apply_locally(b, node, (place._replace(dim=place.dim - 1) for place in places))
 
 
 @register_rule("aten.type_as.default", "aten.to.other", shared=True)
 def cast_like(b: Builder, node: Node) -> None:
     """Cast to the type of another value, of which no pixel is read: the result is tiled, or not, as `self` is."""
     source, kind = node.arguments["self"], getattr(torch, node.spec.dtype)
-    axes = b.get_value(source).axes if b.is_tiled(source) else ()
-    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.spec, axes=axes)
+    places = b.get_value(source).places
+    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.spec, axes=places)
 
 
 @register_rule("aten.stack.default")
@@ -143,11 +146,12 @@ def stack(b: Builder, node: Node) -> None:
     """Stack along a new axis, before or after the spatial ones."""
     parts = align_arguments(b, node)
     source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
-    count = len(b.get_value(source).spec.shape)
+    value = b.get_value(source)
+    count = len(value.spec.shape)
     # Counted from the end, an axis moves by one if the new one comes after it.
     new = node.arguments["dim"] % (count + 1)
-    axes = tuple(dim + (new <= dim) - count - 1 for dim in get_sharded_dims(b, source))
-    apply_locally(b, node, axes, **parts)
+    places = keep_places(value.places, [dim + (new <= dim) - count - 1 for dim in range(count)])
+    apply_locally(b, node, places, **parts)
 
 
 @register_rule("aten.prelu.default")
@@ -156,7 +160,7 @@ def prelu(b: Builder, node: Node) -> None:
     source = node.arguments["self"]
     if get_spec(b, node.arguments["weight"].name).numel > 1:
         check_along_other_axes(b, node, source, 1)
-    apply_locally(b, node, b.get_value(source).axes)
+    apply_locally(b, node, b.get_value(source).places)
 
 
 _MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
@@ -169,7 +173,8 @@ def transpose(b: Builder, node: Node) -> None:
     count = len(b.get_value(source).spec.shape)
     positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
     order = [size - 1 for size in get_operator(node.operator)(*positional, **keywords).shape]
-    apply_locally(b, node, tuple(order.index(dim) - count for dim in get_sharded_dims(b, source)))
+    places = keep_places(b.get_value(source).places, [order.index(dim) - count for dim in range(count)])
+    apply_locally(b, node, places)
 
 
 @register_rule("aten.avg_pool3d.default", images=("self",))
@@ -191,8 +196,8 @@ def select(b: Builder, node: Node) -> None:
     source, place = node.arguments["self"], node.arguments["dim"]
     shape = b.get_value(source).spec.shape
     dim = place % len(shape)
-    if dim not in get_sharded_dims(b, source):
-        apply_locally(b, node, get_axes_without(b, source, [dim]))
+    if dim not in find_sharded_dims(b, source):
+        apply_locally(b, node, get_places_without(b, source, [dim]))
         return
     number = node.arguments["index"] % shape[dim]
     line = all_gather_lines(b, node, source, dim, Span(number, number + 1))
@@ -220,14 +225,14 @@ def pick_along(b: Builder, node: Node) -> None:
 
 def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> None:
     """Pick values along one axis by a list of their numbers."""
-    value, sharded = b.get_value(source), get_sharded_dims(b, source)
+    value = b.get_value(source)
     dim %= len(value.spec.shape)
-    if dim not in sharded:
+    if dim not in find_sharded_dims(b, source):
         if (constant := b.graph.constants.get(index.name)) is not None and constant.dtype != torch.bool:
             read_line_numbers(b, node, index, value.spec.shape[dim])  # the trace has not looked at the numbers
-        apply_locally(b, node, value.axes)
+        apply_locally(b, node, value.places)
         return
-    sizes = zip(sharded, value.size_px, strict=True)
+    sizes = zip(get_sharded_axes(b, source), value.size_px, strict=True)
     taken = (read_line_numbers(b, node, index, size) if dim == axis else range(size) for axis, size in sizes)
     lower_resample(b, node, source, *map(make_copy_taps, taken))
 
@@ -248,48 +253,3 @@ def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[
             f"Use numbers from {-size_px} to {size_px - 1}."
         )
     return [number % size_px for number in numbers]
-
-
-# Matrix products in which pixels are a batch, or which sum over all of space.
-
-
-@register_rule("aten.linear.default", "aten.matmul.default")
-def multiply_channels(b: Builder, node: Node) -> None:
-    """Multiply along the channels, which are the last axis, by a matrix that all pixels share."""
-    pixels, weight, *more = node.arguments.values()
-    if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
-        raise make_gather_error(node, "multiplies pixels with pixels")
-    axes = b.get_value(pixels).axes
-    if -1 in axes or len(get_spec(b, weight.name).shape) != 2:
-        raise make_gather_error(node, "multiplies along a spatial axis")
-    apply_locally(b, node, axes)
-
-
-@register_rule("aten.einsum.default")
-def einsum(b: Builder, node: Node) -> None:
-    """Keep both rows and columns, or sum over both: that sum includes an all-reduce over the ranks."""
-    equation = node.arguments["equation"].replace(" ", "")
-    terms, arrow, out = equation.partition("->")
-    operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
-    #     nchw,kc->nkhw      h and w stay: each pixel by itself
-    #     nchw,ndhw->ncd     both are summed over: on each tile, then over the ranks
-    #     nchw,nchv->nwv     joins pixels of different columns: refused
-    letters: set[tuple[str, ...]] = set()
-    for term, ref in operands:
-        if b.is_tiled(ref):
-            spatial = tuple(term[axis] for axis in b.get_value(ref).axes)
-            letters.add(spatial)
-            if any(term.count(letter) > 1 for letter in spatial):
-                letters.add(())  # a repeated letter: refused below, as names that differ are
-    if not arrow or "." in equation or len(letters) != 1:
-        raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")
-    sharded = letters.pop()
-    if any(not set(sharded).isdisjoint(term) and not b.is_tiled(ref) for term, ref in operands):
-        raise make_gather_error(node, "multiplies rows or columns with what is no image")
-    if set(sharded) <= set(out):
-        apply_locally(b, node, tuple(out.index(letter) - len(out) for letter in sharded))
-    elif not set(sharded).isdisjoint(out):
-        raise make_gather_error(node, "sums over one spatial axis of two")
-    else:
-        part = apply_locally(b, replace(node, name=f"{node.name}.part"), ())
-        b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)

@@ -303,7 +303,7 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
     b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=b.image_axes)
 
 
-_ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "bmm", "tril", "triu")
+_ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "tril", "triu")
 _ANYWHERE += ("any", "all", "count_nonzero", "cummax", "cummin")
 
 

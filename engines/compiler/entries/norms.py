@@ -14,14 +14,14 @@ from mpi4dl_nb.engines.compiler.entries.channels import check_along_other_axes, 
 from mpi4dl_nb.engines.compiler.local_rules import (
     apply_locally,
     cut_to_tile,
+    find_sharded_dims,
     get_local_shape,
-    get_sharded_dims,
     make_gather_error,
     make_shared_images_error,
     make_unsupported_error,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
-from mpi4dl_nb.engines.geometry.tiles import Axes
+from mpi4dl_nb.engines.geometry.places import Places
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec, to_user_name
 from mpi4dl_nb.engines.graph.traceability import CUMULATIVE
 from mpi4dl_nb.engines.program.instructions import RunningStatistics
@@ -109,10 +109,10 @@ def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[
     channels = value.spec.shape[1]
     how = "aten.reshape.default", (1, groups, -1)
     moments, counts = _compute_group_moments(b, node, a["input"], groups, *how)
-    shape = get_local_shape(b, node.spec, value.axes)
+    shape = get_local_shape(b, node.spec, value.places)
     settings = a["weight"], a["bias"], counts, a["eps"], value.spec.shape[0] * channels, shape
     x = _group(b, node, b.align_to_output(a["input"]), *how)
-    b.add_local_op(node.name, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.axes)
+    b.add_local_op(node.name, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.places)
     return moments, counts
 
 
@@ -133,13 +133,13 @@ def _add_statistics(b: Builder, node: Node, entry: RunningStatistics) -> None:
         raise make_unsupported_error(node, "updates running statistics that are no buffers of the model")
 
 
-@register_rule("aten.instance_norm.default", everywhere=True, images=("input",))
+@register_rule("aten.instance_norm.default", everywhere=True, tiled=("input",))
 def instance_norm(b: Builder, node: Node) -> None:
     """Normalise every channel of every image (Ulyanov et al., 2016, arXiv:1607.08022)."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
-    check_along_other_axes(b, node, a["input"], 1)
+    check_along_other_axes(b, node, a["input"], (0, 1))
     if not a["use_input_stats"]:
-        apply_locally(b, node, value.axes)
+        apply_locally(b, node, value.places)
         return
     moments, counts = _normalise_channels(b, node, value.spec.shape[0] * value.spec.shape[1])
     if a["running_mean"]:
@@ -149,10 +149,10 @@ def instance_norm(b: Builder, node: Node) -> None:
         _add_statistics(b, node, RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
 
 
-@register_rule("aten.group_norm.default", images=("input",))
+@register_rule("aten.group_norm.default", tiled=("input",))
 def group_norm(b: Builder, node: Node) -> None:
     """Normalise groups of neighbouring channels of each image."""
-    check_along_other_axes(b, node, node.arguments["input"], 1)
+    check_along_other_axes(b, node, node.arguments["input"], (0, 1))
     _normalise_channels(b, node, b.get_value(node.arguments["input"]).spec.shape[0] * node.arguments["num_groups"])
 
 
@@ -162,7 +162,7 @@ def _is_over_space(b: Builder, node: Node) -> bool:
     Raises TraceError if they include only one of the two.
     """
     first = -len(node.arguments["normalized_shape"])
-    inside = {axis >= first for axis in b.get_value(node.arguments["input"]).axes}
+    inside = {place.dim >= first for place in b.get_value(node.arguments["input"]).places}
     if len(inside) > 1:
         raise make_gather_error(node, "normalises over one spatial axis of two")
     return inside == {True}
@@ -174,15 +174,15 @@ def reshape_and_cast(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     return x.reshape(shape).to(dtype)
 
 
-def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], axes: Axes) -> None:
+def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], places: Places) -> None:
     """Apply the weight and bias of a layer norm over space: each tile takes its own pixels of them."""
     for argument, operator in (("weight", "mul"), ("bias", "add")):
         if (vector := node.arguments.get(argument)) is not None:
             x, part = Ref(name), cut_to_tile(b, node, vector, b.get_value(Ref(name)))
             name = f"{node.name}.{operator}"
-            b.add_local_op(name, f"aten.{operator}.Tensor", x, part, like=node.spec, axes=axes)
+            b.add_local_op(name, f"aten.{operator}.Tensor", x, part, like=node.spec, axes=places)
     dtype = getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=axes)
+    b.add_local_op(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=places)
 
 
 @register_rule("aten.layer_norm.default")
@@ -190,17 +190,17 @@ def layer_norm(b: Builder, node: Node) -> None:
     """Normalise each pixel over its channels or, if space is included, each image (arXiv:1607.06450)."""
     value = b.get_value(node.arguments["input"])
     if not _is_over_space(b, node):
-        apply_locally(b, node, value.axes)
+        apply_locally(b, node, value.places)
         return
-    shape = get_local_shape(b, node.spec, value.axes)
+    shape = get_local_shape(b, node.spec, value.places)
     kept = range(len(shape) - len(node.arguments["normalized_shape"]))
     groups = math.prod(value.spec.shape[axis] for axis in kept)
     source, how = node.arguments["input"], ("tile.grouped", tuple(kept))
     moments, counts = _compute_group_moments(b, node, source, groups, *how)
     x, whole = _group(b, node, b.align_to_output(source), *how), f"{node.name}.normalised"
     settings = None, None, counts, node.arguments["eps"], groups, shape
-    b.add_local_op(whole, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.axes)
-    _scale_and_shift(b, node, whole, shape, value.axes)
+    b.add_local_op(whole, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.places)
+    _scale_and_shift(b, node, whole, shape, value.places)
 
 
 @register_kernel("tile.square_sums")
@@ -222,14 +222,14 @@ def rms_norm(b: Builder, node: Node) -> None:
     source, axes = node.arguments["input"], len(node.arguments["normalized_shape"])
     value = b.get_value(source)
     if not _is_over_space(b, node):
-        apply_locally(b, node, value.axes)
+        apply_locally(b, node, value.places)
         return
     like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.sums.dtype)
     squares = b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
     total, x = b.all_reduce(squares), b.align_to_output(source)
     whole, settings = f"{node.name}.normalised", (value.spec.numel // like.numel, node.arguments["eps"])
-    b.add_local_op(whole, "tile.by_root_mean_square", x, total, *settings, like=node.spec, axes=value.axes)
-    _scale_and_shift(b, node, whole, get_local_shape(b, node.spec, value.axes), value.axes)
+    b.add_local_op(whole, "tile.by_root_mean_square", x, total, *settings, like=node.spec, axes=value.places)
+    _scale_and_shift(b, node, whole, get_local_shape(b, node.spec, value.places), value.places)
 
 
 @register_rule(
@@ -242,7 +242,7 @@ def rms_norm(b: Builder, node: Node) -> None:
 def lower_variance(b: Builder, node: Node) -> None:
     """Lower variances and standard deviations; over space, from the moments of all tiles."""
     a, source = node.arguments, node.arguments["self"]
-    count, sharded = len(b.get_value(source).spec.shape), set(get_sharded_dims(b, source))
+    count, sharded = len(b.get_value(source).spec.shape), find_sharded_dims(b, source)
     dims = {dim % count for dim in a.get("dim") or range(count)}
     if sharded.isdisjoint(dims):
         lower_other_axes(b, node, source)
@@ -266,16 +266,16 @@ def lower_variance(b: Builder, node: Node) -> None:
 # Batch norm over all tiles: local moments, an all-reduce and a local formula. Or each tile by itself.
 
 
-@register_rule("aten.batch_norm.default", everywhere=True, images=("input",))
+@register_rule("aten.batch_norm.default", everywhere=True, tiled=("input",))
 def batch_norm(b: Builder, node: Node) -> None:
     """Normalise by the moments of all tiles or, if so planned, of each; the update sets the running statistics."""
     a = node.arguments
     value = b.get_value(a["input"])
     check_along_other_axes(b, node, a["input"], 1)
     if not a["training"]:
-        apply_locally(b, node, value.axes)
+        apply_locally(b, node, value.places)
         return
-    channels, affine, how = value.spec.shape[1], (a["weight"], a["bias"]), {"like": node.spec, "axes": value.axes}
+    channels, affine, how = value.spec.shape[1], (a["weight"], a["bias"]), {"like": node.spec, "axes": value.places}
     counts, ranks = b.count_elements(a["input"], channels), ()
     if node.module in b.graph.synced and len(b.copies) > len(b.stage.ranks):
         # All replicas: what a stage's ranks hold alike, as after a global pool, one of each replica counts.

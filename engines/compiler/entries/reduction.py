@@ -17,12 +17,13 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
     apply_locally,
     cut_to_tile,
-    get_sharded_dims,
+    find_sharded_dims,
     get_spec,
     make_gather_error,
     make_shared_images_error,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
+from mpi4dl_nb.engines.geometry.places import Places, keep_places, reduce_on_tiles
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
 from mpi4dl_nb.engines.program.kernels import get_operator, register_kernel
 
@@ -33,8 +34,8 @@ def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
     """Return a node's reduced dimensions, from the front, if one of them is distributed over the ranks; else None."""
     count, given = len(b.get_value(ref).spec.shape), node.arguments.get("dim")
     dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
-    distributed = (0,) if b.is_batch_sharded(ref) else get_sharded_dims(b, ref)
-    return None if set(dims).isdisjoint(distributed) else dims
+    distributed = {0} if b.is_batch_sharded(ref) else find_sharded_dims(b, ref)
+    return None if distributed.isdisjoint(dims) else dims
 
 
 def all_gather_partials(
@@ -55,11 +56,10 @@ def all_gather_partials(
     value = b.get_value(ref)
     # A 4 x 6 image over 2 x 3 tiles, reduced over rows: each tile has 1 row of its 2 columns, and all of them form an
     # image of 2 x 6 pixels. Reduced over both, they form one of 2 x 3.
-    parts = dict(zip(get_sharded_dims(b, ref), b.stage.grid, strict=True))
-    shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
+    shape, places = reduce_on_tiles(value.spec.shape, value.places, b.stage.grid, dims)
     like = TensorSpec((*lead, *shape), dtype)
     x = b.crop_to_own(ref)
-    partial = b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
+    partial = b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=places)
     return _sum_placed(b, node, partial) if b.tile_by_tile else b.all_gather(partial)
 
 
@@ -71,9 +71,13 @@ def _sum_placed(b: Builder, node: Node, own: Ref) -> Ref:
     #     tile 0   tile 1   tile 2        sum
     #     a . .  + . b .  + . . c    =    a b c         as for a mean, a pass over the image makes the sum
     value = b.get_value(own)
-    tile = b.get_tiles(value.size_px)[b.rank]
-    settings = list(value.spec.shape), value.axes, tuple((span.start, span.stop) for span in tile)
-    return b.all_reduce(b.add_local_op(f"{node.name}.placed", "tile.place", own, *settings, like=value.spec))
+    tile, split = b.get_tiles(value.size_px)[b.rank], b.get_value(b.split_axes(own))
+    settings = list(split.spec.shape), split.axes, tuple((span.start, span.stop) for span in tile)
+    placed = b.add_local_op(f"{node.name}.placed", "tile.place", Ref(split.name), *settings, like=split.spec)
+    total = b.all_reduce(placed)
+    if split is value:
+        return total
+    return b.add_local_op(f"{node.name}.partials", "aten.reshape.default", total, value.spec.shape, like=value.spec)
 
 
 @register_kernel("tile.place")
@@ -118,7 +122,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
     if dims is None:
         lower_other_axes(b, node, source)
         return
-    if not set(get_sharded_dims(b, source)) <= set(dims):
+    if not find_sharded_dims(b, source) <= set(dims):
         # Over rows, or over columns: each tile sums its own part, and every rank holds the whole result.
         like, dtype = node.spec.sums, getattr(torch, node.spec.sums.dtype)
         parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
@@ -160,21 +164,47 @@ def compute_total(sums: Tensor, mean: bool) -> Tensor:
     return sums[0] / sums[1] if mean else sums[0]
 
 
-@register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
+def _align_labels(b: Builder, node: Node) -> tuple[dict[str, Ref], Places]:
+    """Return the scores and the target of a loss on tiles, and the places of the sharded axes of the losses.
+
+    Of one that every rank holds whole, each takes its own tile.
+    """
+    pair = {name: node.arguments[name] for name in ("self", "target")}
+    layouts = {name: b.get_value(ref) for name, ref in pair.items()}
+    # Losses have the axes of the scores but that of the classes; so have class numbers, but not probabilities:
+    #
+    #     scores (N, K, H, W)      losses and class numbers (N, H, W)      probabilities (N, K, H, W)
+    count = len(layouts["self"].spec.shape)
+    scored = {name for name, layout in layouts.items() if len(layout.spec.shape) == count}
+    tiled = {name for name, ref in pair.items() if b.is_tiled(ref)}
+    if count < 2 or any(place.dim == 1 - count for name in scored & tiled for place in layouts[name].places):
+        raise make_gather_error(node, "compares classes along a spatial axis")
+    without_classes = [1 - count, None, *range(2 - count, 0)]
+    of_losses = {
+        keep_places(layouts[name].places, without_classes) if name in scored else layouts[name].places for name in tiled
+    }
+    if len(of_losses) > 1:
+        raise make_gather_error(node, "compares scores with labels whose rows and columns are other axes")
+    (places,) = of_losses
+    for name in pair.keys() - tiled:
+        with_classes = tuple(place._replace(dim=-count) if place.dim == 1 - count else place for place in places)
+        layout = replace(layouts[name], places=with_classes if name in scored else places)
+        pair[name] = cut_to_tile(b, node, pair[name], layout)
+    return pair, places
+
+
+@register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", tiled=("self", "target"), shared=True)
 def cross_entropy_loss(b: Builder, node: Node) -> None:
-    """Sum the loss of tiled predictions (N, K, H, W), and the divisor of its mean, over the ranks."""
+    """Sum the loss of tiled scores (N, K, ...), and the divisor of its mean, over the ranks."""
     a = node.arguments
     pair = {name: a[name] for name in ("self", "target")}
-    tiled = next((b.get_value(ref) for ref in pair.values() if b.is_tiled(ref)), None)
-    if tiled is not None:  # if only one of the two is, each rank takes its own tile of the other
-        if len(get_spec(b, pair["self"].name).shape) < 4:
-            raise make_gather_error(node, "compares classes along a spatial axis")
-        pair = {name: ref if b.is_tiled(ref) else cut_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
+    places: Places = ()
+    if any(map(b.is_tiled, pair.values())):
+        pair, places = _align_labels(b, node)
     elif len(get_spec(b, pair["self"].name).shape) < 2:
         raise make_shared_images_error(node, "takes the scores of all images for those of the classes of one")
     if a["reduction"] == _NONE:
-        whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
-        apply_locally(b, node, b.image_axes if any(map(b.is_tiled, node.arguments.values())) else (), **whole)
+        apply_locally(b, node, places, **{name: ref for name, ref in pair.items() if not b.is_tiled(ref)})
         return
     kernel, settings = "tile.nll_sums", [a["weight"], a["ignore_index"]]
     if node.operator == "aten.cross_entropy_loss.default":
@@ -201,9 +231,10 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     shape = torch.broadcast_shapes(*shapes)
     spec, reduction = replace(node.spec, shape=tuple(shape)), node.arguments["reduction"]
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
-    losses = apply_locally(b, pixels, b.get_value(source).axes, **{**parts, "reduction": _NONE})
+    places = b.get_value(source).places
+    losses = apply_locally(b, pixels, places, **{**parts, "reduction": _NONE})
     if reduction == _NONE:
-        b.add_local_op(node.name, "aten.alias.default", losses, like=spec, axes=b.get_value(source).axes)
+        b.add_local_op(node.name, "aten.alias.default", losses, like=spec, axes=places)
         return
     total = _sum(b, node, losses, range(len(shape)), keepdim=False)
     _finish_sum(b, node, source, total, spec.numel if reduction == _MEAN else None)
@@ -352,9 +383,9 @@ def reduce_twice(b: Builder, node: Node) -> None:
     spec = value.spec
     if (kind := a.get("dtype")) is not None:  # ATen casts before it reduces
         spec = replace(spec, dtype=str(kind).removeprefix("torch."))
-        x = b.add_local_op(f"{node.name}.cast", "aten.to.dtype", x, kind, like=spec, axes=value.axes)
+        x = b.add_local_op(f"{node.name}.cast", "aten.to.dtype", x, kind, like=spec, axes=value.places)
     if math.isinf(order):
-        magnitudes = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=spec, axes=value.axes)
+        magnitudes = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=spec, axes=value.places)
         _reduce_minmax(b, node, magnitudes, dims, 1 if order > 0 else -1)
     elif order <= 0:
         raise make_gather_error(node, f"is of order {order}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,14 +15,17 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     all_gather_lines,
     all_gather_pixels,
     apply_locally,
+    find_sharded_dims,
     get_local_ranges,
     get_local_shape,
-    get_sharded_dims,
+    get_sharded_axes,
     get_spec,
     make_gather_error,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
-from mpi4dl_nb.engines.geometry.tiles import Axes, Span
+from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
+from mpi4dl_nb.engines.geometry.places import find_regrouping, get_sizes
+from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
 from mpi4dl_nb.engines.program.kernels import get_sum_type, register_kernel
@@ -143,7 +144,7 @@ def grid_sampler(b: Builder, node: Node) -> None:
     apply_locally(b, node, b.image_axes, input=all_gather_pixels(b, node, a["input"]), grid=places)
 
 
-# Other shapes for the same values: rows and columns stay whole axes, the others are split, merged or repeated.
+# Other shapes for the same values: each sharded axis stays where it is in memory; axes are split, merged or repeated.
 
 
 @register_rule(
@@ -151,44 +152,41 @@ def grid_sampler(b: Builder, node: Node) -> None:
     *("aten.squeeze.dim", "aten.squeeze.dims", "aten.flatten.using_ints", "aten.unflatten.int"),
 )
 def reshape(b: Builder, node: Node) -> None:
-    """Reshape values in the same order; rows and columns must each remain an axis of its own."""
+    """Reshape values in the same order; of rows or columns that are split, each tile has whole groups."""
     source = next(iter(node.arguments.values()))
     if not b.is_tiled(source):
         raise make_gather_error(node, "takes its shape from an image")
-    shape = b.get_value(source).spec.shape
-    candidates = [_find_unchanged_axes(shape, node.spec.shape, axis) for axis in get_sharded_dims(b, source)]
-    choices = [chosen for chosen in product(*candidates) if len(set(chosen)) == len(chosen)]
-    if not choices:
-        raise make_gather_error(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
-    count = len(node.spec.shape)
-    # Axes of size 1 leave a choice: prefer the last axes in order, where rules for images expect rows and columns.
-    last = tuple(range(count - len(candidates), count))
-    axes = tuple(axis - count for axis in max(choices, key=lambda chosen: (chosen == last, chosen)))
-    x, local_shape = b.align_to_output(source), get_local_shape(b, node.spec, axes)
-    b.add_local_op(node.name, "aten.reshape.default", x, local_shape, like=node.spec, axes=axes)
-
-
-def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) -> list[int]:
-    """Return the axes of `out` along which the same values run as along `axis` of `shape`.
-
-    >>> _find_unchanged_axes((2, 6, 5, 7), (2, 2, 3, 5, 7), 2)
-    [3]
-    """
-    # In row-major order an axis keeps its values if it has the same size, and as many positions before it.
-    before = math.prod(shape[:axis])
-    return [at for at, size in enumerate(out) if size == shape[axis] and math.prod(out[:at]) == before]
+    value = b.get_value(source)
+    regrouped = find_regrouping(value.spec.shape, value.places, node.spec.shape)
+    if regrouped is None:
+        raise make_gather_error(node, f"mixes rows and columns ({value.spec.shape} to {node.spec.shape})")
+    out_px = get_sizes(node.spec.shape, regrouped.places)
+    window, out = b.read_window(source, out_px, *regrouped.rules), b.get_output_tiles(out_px)[b.rank]
+    # From groups of 4 columns back to 8 columns in tiles of 3 and 5: rank 1 reads both groups, and crops one column.
+    #
+    #     groups     | 0 1 2 3 | 4 5 6 7 |
+    #     columns    | 0 1 2 | 3 4 5 6 7 |
+    pairs = zip(window.wanted, value.size_px, out_px, strict=True)
+    written = Tile(*(Span(span.start * new // old, span.stop * new // old) for span, old, new in pairs))
+    layout = ValueLayout(node.name, node.spec, regrouped.places, differentiable=True)
+    name, how = node.name if written == out else f"{node.name}.wide", {"like": node.spec, "axes": layout.places}
+    wide = b.add_local_op(name, "aten.reshape.default", b.pad_window(window), layout.compute_shape(written), **how)
+    if written != out:
+        b.hold(b.get_value(wide), written)
+        part = b.cut_window(Window(name, written, out, 0.0), layout)
+        b.add_local_op(node.name, "aten.alias.default", part, **how)
 
 
 @register_rule("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default")
 def expand(b: Builder, node: Node) -> None:
     """Expand axes of size 1 and add leading axes."""
     source = align_arguments(b, node)["self"]
-    axes = next(b.values[name].axes for name in node.reads if b.is_tiled(Ref(name)))
+    places = next(b.values[name].places for name in node.reads if b.is_tiled(Ref(name)))
     whole = get_spec(b, source.name).shape
-    if b.is_tiled(source) and any(whole[axis] != node.spec.shape[axis] for axis in axes):
+    if b.is_tiled(source) and any(whole[place.dim] != node.spec.shape[place.dim] for place in places):
         raise make_gather_error(node, "repeats rows or columns")
-    local_shape = get_local_shape(b, node.spec, axes)
-    b.add_local_op(node.name, "aten.expand.default", source, local_shape, like=node.spec, axes=axes)
+    local_shape = get_local_shape(b, node.spec, places)
+    b.add_local_op(node.name, "aten.expand.default", source, local_shape, like=node.spec, axes=places)
 
 
 @register_rule("aten.repeat.default", "aten.tile.default", images=("self",))
@@ -232,11 +230,12 @@ def pad(b: Builder, node: Node) -> None:
 def crop(b: Builder, node: Node) -> None:
     """Slice: along a spatial axis output i reads input start + i * step; along others each pixel stays in place."""
     a = node.arguments
-    value, dims = b.get_value(a["self"]), get_sharded_dims(b, a["self"])
+    value = b.get_value(a["self"])
     axis = a["dim"] % len(value.spec.shape)
-    if axis not in dims:
-        apply_locally(b, node, value.axes)
+    if axis not in find_sharded_dims(b, a["self"]):
+        apply_locally(b, node, value.places)
         return
+    dims = get_sharded_axes(b, a["self"])
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
     # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
@@ -253,8 +252,8 @@ def crop(b: Builder, node: Node) -> None:
 def pick(b: Builder, node: Node) -> None:
     """Pick one of several outputs, tiled as they are."""
     several = node.arguments["0"]
-    size_px = b.get_value(several).size_px
+    value = b.get_value(several)
     # No exchange: the rank holds these pixels. The read is recorded for fused halos, but no window is made of it, since
     # several tensors cannot be padded at once.
-    b.read_window(several, size_px, *(Shift(0) for _ in size_px))
-    b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
+    b.read_window(several, value.size_px, *(Shift(0) for _ in value.places))
+    b.hold_like(apply_locally(b, node, value.places, **{"0": several}), several)

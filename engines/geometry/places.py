@@ -1,0 +1,184 @@
+"""Places: where the sharded axes of a value are in its shape, as whole dimensions or as factors of dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from operator import mul
+from typing import NamedTuple
+
+from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
+from mpi4dl_nb.engines.geometry.windows import Shift, SlidingWindow, SpanRule, TableWindow
+
+
+class Place(NamedTuple):
+    """Where a sharded axis is: the factor of dimension `dim` with `outer` positions before it and `inner` behind it.
+
+    Dimensions are counted from the end. The positions of a dimension are in row-major order. An axis that is a whole
+    dimension has nothing before or behind it.
+
+    >>> rows, columns = Place(-2, outer=1, inner=6), Place(-2, outer=4, inner=1)  # of 4 x 6 pixels as tokens (N, 24, C)
+    >>> get_sizes((2, 24, 8), (rows, columns))
+    (4, 6)
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the axis is a whole dimension."""
+        return self.outer == self.inner == 1
+
+
+Places = tuple[Place, ...]
+
+
+def to_places(axes: Iterable[int | Place]) -> Places:
+    """Return the places of axes, of which numbers are whole dimensions."""
+    return tuple(Place(axis) if isinstance(axis, int) else axis for axis in axes)
+
+
+def get_sizes(shape: Sequence[int], places: Places) -> tuple[int, ...]:
+    """Return the sizes of the sharded axes of a value."""
+    return tuple(shape[place.dim] // (place.outer * place.inner) for place in places)
+
+
+@lru_cache(maxsize=1 << 12)
+def split_shape(shape: tuple[int, ...], places: Places) -> tuple[tuple[int, ...], Axes]:
+    """Return the shape in which each sharded axis is a dimension, and these dimensions, counted from the end.
+
+    >>> split_shape((2, 24, 8), (Place(-2, 1, 6), Place(-2, 4, 1)))
+    ((2, 4, 6, 8), (-3, -2))
+    """
+    factors: list[int] = []
+    numbers: dict[Place, int] = {}
+    for dim, size in enumerate(shape, -len(shape)):
+        before, begin = 1, len(factors)
+        for place in sorted(
+            (place for place in places if place.dim == dim), key=lambda place: (-place.inner, place.outer)
+        ):
+            if place.outer > before:
+                factors.append(place.outer // before)
+            numbers[place] = len(factors)
+            factors.append(size // (place.outer * place.inner))
+            before = size // place.inner
+        if before < size or len(factors) == begin:
+            factors.append(size // before)
+    return tuple(factors), tuple(numbers[place] - len(factors) for place in places)
+
+
+def compute_local_shape(shape: Sequence[int], places: Places, tile: Tile) -> tuple[int, ...]:
+    """Return the shape of a tile of a value.
+
+    >>> from mpi4dl_nb.engines.geometry.tiles import Span
+    >>> compute_local_shape((2, 24, 8), (Place(-2, 1, 6), Place(-2, 4, 1)), Tile(Span(0, 4), Span(3, 6)))
+    (2, 12, 8)
+    """
+    sizes = list(shape)
+    for place, size, span in zip(places, get_sizes(shape, places), tile, strict=True):
+        sizes[place.dim] = sizes[place.dim] // size * len(span)
+    return tuple(sizes)
+
+
+def keep_places(places: Places, dims: Sequence[int | None]) -> Places:
+    """Return the places after each dimension, from the front, has become the one of the same place in `dims`.
+
+    The new dimensions are counted from the end. A dimension that is None is left out, and so are its axes.
+    """
+    moved = ((place, dims[place.dim + len(dims)]) for place in places)
+    return tuple(place._replace(dim=dim) for place, dim in moved if dim is not None)
+
+
+def reduce_on_tiles(
+    shape: Sequence[int], places: Places, parts: Sequence[int], dims: Sequence[int]
+) -> tuple[tuple[int, ...], Places]:
+    """Return shape and places of a value of which each tile has reduced `dims`, counted from the front, to 1.
+
+    The whole has as many positions along them as there are tiles: `parts` along each sharded axis.
+
+    >>> reduce_on_tiles((2, 24, 8), (Place(-2, 1, 6), Place(-2, 4, 1)), (2, 3), [1])  # tokens on 2 x 3 tiles
+    ((2, 6, 8), (Place(dim=-2, outer=1, inner=3), Place(dim=-2, outer=2, inner=1)))
+    """
+    sizes = [1 if dim in dims else size for dim, size in enumerate(shape)]
+    reduced = list(places)
+    for number in sorted(range(len(places)), key=lambda number: (places[number].inner, -places[number].outer)):
+        dim = places[number].dim
+        if dim + len(shape) in dims:  # from the innermost axis outwards
+            reduced[number] = Place(dim, inner=sizes[dim])
+            sizes[dim] *= parts[number]
+    for number, place in enumerate(reduced):
+        if place.dim + len(shape) in dims:
+            reduced[number] = place._replace(outer=sizes[place.dim] // (place.inner * parts[number]))
+    return tuple(sizes), tuple(reduced)
+
+
+# Other shapes for the same values (`view`, `reshape`, `flatten`): each sharded axis stays where it is in memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """The sharded axes of a value in another shape: their `places`, and for each axis the positions that it reads."""
+
+    places: Places
+    rules: tuple[SpanRule, ...]
+
+
+def find_regrouping(shape: tuple[int, ...], places: Places, out: tuple[int, ...]) -> Regrouping | None:
+    """Return where the sharded axes of a value are in the shape `out`; None if one of them is there in no place.
+
+    An axis that is split stays on its outer part; one that is joined with positions behind it alone grows by them.
+
+    >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 24)).places  # rows and columns as tokens
+    (Place(dim=-1, outer=1, inner=6), Place(dim=-1, outer=4, inner=1))
+    >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 2, 2, 2, 3)).rules  # windows of 2 x 3 pixels
+    (SlidingWindow(kernel=2, stride=2, padding=0, dilation=1), SlidingWindow(kernel=3, stride=3, padding=0, dilation=1))
+    >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 6, 4)) is None  # neither rows nor columns any more
+    True
+    """
+    candidates = [list(_find_places(shape, place, out)) for place in places]
+    choices = [choice for choice in product(*candidates) if len({place for place, _ in choice}) == len(choice)]
+    if not choices:
+        return None
+    # Axes of size 1 leave a choice: prefer the last axes in order, where rules for images expect rows and columns.
+    last = tuple(range(-len(places), 0))
+
+    def rate(choice: Sequence[tuple[Place, SpanRule]]) -> tuple[bool, bool, tuple[int, ...]]:
+        dims = tuple(place.dim for place, _ in choice)
+        whole = all(place.is_whole for place, _ in choice)
+        return whole and dims == last, whole, dims
+
+    chosen, rules = zip(*max(choices, key=rate), strict=True)
+    grown = [_grow(place, rule, chosen, out) for place, rule in zip(chosen, rules, strict=True)]
+    return Regrouping(tuple(place for place, _ in grown), tuple(rule for _, rule in grown))
+
+
+def _find_places(shape: Sequence[int], place: Place, out: Sequence[int]) -> Iterable[tuple[Place, SpanRule]]:
+    """Yield where an axis may be in the shape `out`, with the rule by which its positions read those of before."""
+    # `low` is the number of values that lie behind one position of the axis in memory, `high` that of all of it. The
+    # dimensions of `out` end at other such numbers. Those between the two split the axis; it stays on the outer part:
+    #
+    #     (N, C, [H = 8], 6)           low 6, high 48
+    #     (N, C, 2, 4, 6)              a dimension ends at 24: the axis becomes the 2, and each position reads 4 rows
+    behind = [*accumulate(reversed(out), mul, initial=1)][::-1]  # behind[d + 1] values are behind dimension d
+    (size,), low = get_sizes(shape, (place,)), math.prod(shape[place.dim :][1:]) * place.inner
+    high = low * size
+    cuts = sorted({end for end in behind if low < end < high})
+    if any(end % low or high % end for end in cuts):
+        return
+    begin = cuts[-1] if cuts else low
+    rule: SpanRule = SlidingWindow(begin // low, begin // low) if cuts else Shift(0)
+    for dim, (above, end) in enumerate(pairwise(behind)):
+        if end <= begin and high <= above and not (begin % end or above % high) and (above > end or size == 1):
+            yield Place(dim - len(out), above // high, begin // end), rule
+
+
+def _grow(place: Place, rule: SpanRule, places: Sequence[Place], out: Sequence[int]) -> tuple[Place, SpanRule]:
+    """Return the place and the rule of an axis that becomes the whole of its dimension, if no other axis is in that."""
+    if place.outer > 1 or place.inner == 1 or sum(other.dim == place.dim for other in places) > 1:
+        return place, rule
+    return Place(place.dim), TableWindow(tuple((position // place.inner,) for position in range(out[place.dim])))
