@@ -62,6 +62,16 @@ def depth_to_space(x: Tensor) -> Tensor:
     return blocks.reshape(n, c // 4, 2 * h, 2 * w)
 
 
+def attend(x: Tensor, keys: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(to_tokens(x), keys, 2 * keys, mask)
+
+
+def make_mask(x: Tensor) -> Tensor:
+    """(tokens, tokens): each attends to those at or before its place, and to the first three."""
+    place = torch.arange(x.shape[2] * x.shape[3], device=x.device)
+    return (place[:, None] >= place) | (place < 3)
+
+
 EXACT = {
     "tokens": lambda x: 2 * x.flatten(2),
     "tokens, channels last": lambda x: 2 * to_tokens(x),
@@ -79,6 +89,8 @@ EXACT = {
     "channels by channels, in a stack": lambda x: x.flatten(2).bmm(to_tokens(2 * x)),
     "einsum over tokens": lambda x: torch.einsum("nct,ndt->ncd", x.flatten(2), 2 * x.flatten(2)),
     "einsum of tokens": lambda x: torch.einsum("nct,kc->ntk", x.flatten(2), make_matrix(x)),
+    "einsum of a value with itself": lambda x: torch.einsum("nik,njk->nij", to_tokens(x), to_tokens(x)),
+    "einsum of one value in two ways": lambda x: torch.einsum("ncij,nckj->ncik", x, x),
     "einsum over space": lambda x: torch.einsum("nchw,nkhw->nck", x, 2 * x),
     "sum over tokens": lambda x: x.flatten(2).sum(-1),
     "sum over tokens, of each channel": lambda x: x.flatten(2).sum(-1, keepdim=True) + x.flatten(2),
@@ -127,6 +139,12 @@ CLOSE = {
     "group norm of tokens": lambda x: F.group_norm(x.flatten(2), 2),
     "instance norm of tokens": lambda x: F.instance_norm(x.flatten(2) + 0.25),
     "global context": lambda x: x.flatten(2) @ x[:, :1].flatten(2).softmax(-1).transpose(1, 2),
+    "attention": lambda x: attend(x, to_tokens(x)),
+    "attention to fewer keys": lambda x: attend(x, to_tokens(F.max_pool2d(x, (1, 2), ceil_mode=True))),
+    "attention with a mask": lambda x: attend(x, to_tokens(x), make_mask(x)),
+    "attention by hand": lambda x: (to_tokens(x) @ to_tokens(x).transpose(1, 2)).softmax(-1) @ to_tokens(2 * x),
+    "causal attention, gathered": lambda x: F.scaled_dot_product_attention(*[to_tokens(x)] * 3, is_causal=True),
+    "attention to all of a few": lambda x: attend(x, x.amax((2, 3))[:, None]),
     "channel attention": lambda x: (F.normalize(x.flatten(2) + 0.5, dim=-1) @ to_tokens(x)).softmax(-1) @ x.flatten(2),
 }
 

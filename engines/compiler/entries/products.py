@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from string import ascii_lowercase
@@ -9,12 +10,13 @@ from string import ascii_lowercase
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
+    all_gather_pixels,
     apply_locally,
     check_deterministic,
-    find_largest_image,
     find_sharded_dims,
     get_spec,
     make_gather_error,
+    map_refs,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.places import Place
@@ -53,40 +55,55 @@ def einsum(b: Builder, node: Node) -> None:
 
 
 @register_rule("aten.scaled_dot_product_attention.default")
-def attend_in_windows(b: Builder, node: Node) -> None:
-    """Attend within each window by itself, if the ranks have different windows; they are a part of the batch."""
-    places = find_largest_image(b, node).places
-    if any(place.dim >= -2 for place in places):
-        raise make_gather_error(node, "attends to pixels that lie anywhere")
+def attend(b: Builder, node: Node) -> None:
+    """Attend from the queries of each rank to all keys, which are gathered, or within each window by itself.
+
+    Raises NeedsGatherError if there are too many keys to gather.
+    """
     check_deterministic(b, node)
-    apply_locally(b, node, places, **align_arguments(b, node))
+    a = node.arguments
+    places = b.get_value(a["query"]).places
+    dims = {place.dim for place in places}
+    if not places or -1 in dims or (-2 in dims and a["is_causal"]):
+        raise make_gather_error(node, "attends to pixels that lie anywhere")
+    if -2 not in dims:  # windows are a part of the batch
+        apply_locally(b, node, places, **align_arguments(b, node))
+        return
+    keys = {name: all_gather_pixels(b, node, a[name]) for name in ("key", "value")}
+    rest = replace(node, arguments={"query": a["query"], **({"attn_mask": a["attn_mask"]} if a["attn_mask"] else {})})
+    apply_locally(b, node, places, **keys, **align_arguments(b, rest))
 
 
 def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: str) -> None:
     """Multiply operands whose axes have letters: all sharded axes stay, or all are summed over, by an all-reduce.
 
-    Raises NeedsGatherError for any other product.
+    Of operands that are sharded in different ways, the largest stays in tiles, and the others are gathered. Raises
+    NeedsGatherError for any other product, or if too many pixels would be gathered.
     """
+
     #     nchw,kc->nkhw      h and w stay: each pixel by itself
     #     nchw,ndhw->ncd     both are summed over: on each tile, then over the ranks
     #     nct,ndt->ncd       the same for tokens, in which h and w are one axis t
+    #     nqc,nkc->nqk       few keys k are gathered; the many queries q stay
     #     nchw,nchv->nwv     joins pixels of different columns: refused
-    layouts = set()
-    for term, ref in operands:
-        if b.is_tiled(ref):
-            places = b.get_value(ref).places
-            layouts.add(tuple((term[place.dim], place.outer, place.inner) for place in places))
-            if any(term.count(term[place.dim]) > 1 for place in places):
-                raise make_gather_error(node, f"names two axes alike, one of which is spatial ({term})")
-    if len(layouts) != 1:
-        raise make_gather_error(node, "multiplies pixels with other pixels")
-    layout = layouts.pop()
+    def find_layout(term: str, ref: Ref) -> tuple[tuple[str, int, int], ...]:
+        return tuple((term[place.dim], place.outer, place.inner) for place in b.get_value(ref).places)
+
+    tiled = [(term, ref) for term, ref in operands if b.is_tiled(ref)]
+    layout = find_layout(*max(tiled, key=lambda pair: math.prod(b.get_value(pair[1]).size_px)))
     sharded = {letter for letter, _, _ in layout}
+    parts = {}
     for term, ref in operands:
-        if not b.is_tiled(ref):
-            shape = get_spec(b, ref.name).shape
-            if any(letter in sharded and size > 1 for letter, size in zip(term, shape, strict=True)):
-                raise make_gather_error(node, "multiplies rows or columns with what is no image")
+        if any(term.count(letter) > 1 for letter in sharded):
+            raise make_gather_error(node, f"names two axes alike, one of which is spatial ({term})")
+        part = ref if find_layout(term, ref) == layout else all_gather_pixels(b, node, ref)
+        if parts.setdefault(ref, part) != part:
+            raise make_gather_error(node, f"multiplies {ref.name} with itself along different axes")
+        sizes = dict(zip(term, get_spec(b, ref.name).shape, strict=True))
+        if not b.is_tiled(part) and any(sizes.get(letter, 1) > 1 for letter in sharded):
+            raise make_gather_error(node, "multiplies rows or columns with others")
+    arguments = {name: map_refs(lambda ref: parts[ref], value) for name, value in node.arguments.items()}
+    node = replace(node, arguments=arguments)
     if sharded <= set(out):
         apply_locally(b, node, (Place(out.index(letter) - len(out), *around) for letter, *around in layout))
     elif sharded & set(out):

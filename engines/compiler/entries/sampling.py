@@ -90,8 +90,8 @@ def pad_with_copies(b: Builder, node: Node) -> None:
     """Pad by reflection, replication or circularly: each pixel of the border is a copy of an image pixel."""
     a = node.arguments
     pads = [*a["pad"], 0, 0]
-    if any(pads[4:]):
-        raise make_gather_error(node, "pads channels with copies")
+    if any(pads[4:]) or b.get_value(a["self"]).axes != b.image_axes:
+        raise make_gather_error(node, "pads other axes than the last two with copies")
     height, width = b.get_value(a["self"]).size_px
     taps = []
     for size_px, border in ((height, pads[2:4]), (width, pads[:2])):
@@ -211,19 +211,22 @@ def new_empty(b: Builder, node: Node) -> None:
 # Slicing, padding, picking and permuting: operators that move pixels or leave them in place.
 
 
-@register_rule("aten.constant_pad_nd.default", "aten.pad.default", images=("self",))
+@register_rule("aten.constant_pad_nd.default", "aten.pad.default", tiled=("self",))
 def pad(b: Builder, node: Node) -> None:
     """Pad by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
-    a = node.arguments
-    before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
+    a, value = node.arguments, b.get_value(node.arguments["self"])
+    pairs = dict(enumerate(zip(a["pad"][::2], a["pad"][1::2], strict=True), 1))  # from the last axis on
+    if not any(any(pairs.get(-place.dim, ())) for place in value.places):
+        apply_locally(b, node, value.places)
+        return
     if a.get("mode", "constant") != "constant":
         pad_with_copies(b, node)
         return
-    out_px = b.get_image_px(node.spec)
-    fill = float(a.get("value") or 0.0)
-    x = b.pad_window(b.read_window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill=fill))
-    channels = [0, 0, 0, 0, *before[4:]]
-    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=b.image_axes)
+    fill, axes = float(a.get("value") or 0.0), value.axes
+    rules = [Shift(-pairs.pop(-axis, (0, 0))[0]) for axis in axes]
+    x = b.pad_window(b.read_window(a["self"], node.spec.get_sizes(axes), *rules, fill=fill))
+    others = [px for number in range(1, len(node.spec.shape) + 1) for px in pairs.get(number, (0, 0))]
+    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, others, fill, like=node.spec, axes=axes)
 
 
 @register_rule("aten.slice.Tensor")
