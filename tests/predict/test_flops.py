@@ -74,6 +74,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "reshape.default": (make_values(*X), [2, 16]),
     "rms_norm.default": (make_values(*X), [4, 4]),
     "roll.default": (make_values(*X), [1], [2]),
+    "scaled_dot_product_attention.default": (make_values(2, 3, 4), make_values(2, 5, 4), make_values(2, 5, 6)),
     "scatter.src": (make_values(*X), 1, make_places(*X), make_values(*X)),
     "scatter.value": (make_values(*X), 1, make_places(*X), 0.5),
     "scatter_add.default": (make_values(*X), 1, make_places(*X), make_values(*X)),
