@@ -153,6 +153,7 @@ def _lower(b: Builder, node: Node) -> None:
         changes = align_arguments(b, node) if tiled else {}
         apply_locally(b, node, b.get_value(tiled[0]).places if tiled else (), **changes)
     elif node.operator.startswith("aten."):
+        check_deterministic(b, node)
         raise make_gather_error(node, "has no entry in the operator table")
     else:
         raise make_unsupported_error(node)  # a user's operator, which the ranks may not have
