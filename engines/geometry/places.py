@@ -140,6 +140,7 @@ def find_regrouping(shape: tuple[int, ...], places: Places, out: tuple[int, ...]
     >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 6, 4)) is None  # neither rows nor columns any more
     True
     """
+    shape, out = (tuple(max(1, size) for size in sizes) for sizes in (shape, out))  # 0 channels have a place
     candidates = [list(_find_places(shape, place, out)) for place in places]
     choices = [choice for choice in product(*candidates) if len({place for place, _ in choice}) == len(choice)]
     if not choices:

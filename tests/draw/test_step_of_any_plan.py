@@ -118,6 +118,41 @@ def test_every_other_view_of_it_is_drawn(four: Cluster, kind: str):
         widget.close()
 
 
+class TokenNorm(nn.Module):
+    """A batch norm of tokens, between two segments of each rank, so that the tokens are shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.norm(x.flatten(2)).reshape(x.shape)).mean((2, 3))
+
+
+def test_tokens_are_shown_as_the_pixels_that_they_are(four: Cluster):
+    torch.manual_seed(0)
+    model, images = TokenNorm(), torch.randn(SHAPE)
+    expected = model.double().first(images.double()).detach()
+    plan = Plan(split_size=1, spatial_size=1, slice_method="2x2", precision="float64")
+    training, shown = Training(model, plan, four, SHAPE), 0
+    with training.stepping(images, torch.zeros(len(images), dtype=torch.long)) as stepping:
+        while not stepping.done:
+            stepping.instruction()
+            for panel in stepping.view(image=1, channel=2, show="activation").panels:
+                if panel.seen is not None and panel.extent.split_shape:
+                    tile = panel.extent.plane.tile
+                    pixels = expected[1, 2, tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
+                    assert torch.allclose(panel.seen.pixels, pixels, rtol=1e-12, atol=1e-12)
+                    shown += 1
+            assert show_step(stepping).alt
+            if shown == 4:  # all ranks have made their tokens
+                tokens = stepping.tensor("flatten")
+                assert torch.allclose(tokens, expected.flatten(2), rtol=1e-12, atol=1e-12)
+    assert shown >= 4
+
+
 def test_ranks_that_share_images_have_one_tile():
     figure = show_slicing(torch.rand(3, 8, 8), PLANS["shared images"])
     assert "in 1x1 tile on each of 2 ranks, which share the images" in figure.alt

@@ -430,7 +430,7 @@ def test_an_operator_without_an_entry(untouched):
     with pytest.raises(
         TraceError, match=r"(?s)^aten.fft_fft2.default .*return torch.fft.fft2\(self.stem\(x\)\).*write a rule"
     ):
-        Training(Spectrum(), TILES, untouched, SHAPE)
+        Training(Spectrum(), TILES, untouched, (2, 3, 129, 128))
 
 
 def test_a_cluster_that_is_not_started(untouched):

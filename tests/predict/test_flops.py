@@ -164,6 +164,7 @@ def test_the_table_has_products_and_convolutions():
         "einsum.default": 2 * 3 * 2 * 4 * 4,
         "linear.default": 2 * 2 * 4 * 4 * 3,
         "matmul.default": 2 * 2 * 4 * 4 * 5,
+        "scaled_dot_product_attention.default": 2 * 2 * 3 * 5 * (4 + 6),
     }
 
 
