@@ -18,7 +18,8 @@ from tests.exact import make_whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, predict_alone, predict_in_turn
 from tests.sampling import set_trials
 from tests.spatial.drawn import Calls, Geometry, generate_geometries, generate_images_on_grids, seeds
-from tests.zoo import Segmenter, Skips
+from tests.spatial.test_tokens import GlobalContext, Segformer
+from tests.zoo import Segmenter, ShiftedWindows, Skips
 
 
 def fill_statistics(model: nn.Module) -> nn.Module:
@@ -95,6 +96,9 @@ MODELS = {
         Grid(5, 6),
         2,
     ),
+    "tokens": (Segformer, (1, 3, 20, 28), Grid(3, 2), 1),
+    "shifted windows": (ShiftedWindows, (1, 3, 40, 48), Grid(3, 2), 1),
+    "global context": (GlobalContext, (1, 3, 20, 28), Grid(3, 2), 4),
 }
 
 

@@ -242,7 +242,29 @@ class WindowAttention(nn.Module):
         return self.head(from_windows(F.scaled_dot_product_attention(t, t, t, self.bias), x).roll((-1, -2), (2, 3)))
 
 
-NETWORKS = {"tokens": Segformer, "windows": WindowAttention, "dropout": lambda: Segformer(0.4)}
+class GlobalContext(nn.Module):
+    """One sum over all pixels, weighted by a softmax over them (Cao et al., 2019, arXiv:1904.11492)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.key, self.head = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(4, 1, 1),
+            nn.Conv2d(4, 2, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        weights = self.key(x).flatten(2).softmax(-1)
+        return self.head(x + (x.flatten(2) @ weights.transpose(1, 2)).unsqueeze(-1))
+
+
+NETWORKS = {
+    "tokens": Segformer,
+    "windows": WindowAttention,
+    "dropout": lambda: Segformer(0.4),
+    "context": GlobalContext,
+}
 
 
 @pytest.mark.parametrize("fused", [0, 2])
