@@ -242,8 +242,11 @@ def _find_readers(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) 
             if op.out in nodes:
                 yield nodes[op.out]
             else:
-                # The output is no value of the graph (such as a padded copy): follow it to its readers.
-                yield from _find_readers(ops, op.out, nodes)
+                # The output is no value of the graph (such as a padded copy): follow it to its readers. What an
+                # operator makes for a later segment of its own has none here; it is called after the operator.
+                readers = list(_find_readers(ops, op.out, nodes))
+                operator = nodes.get(op.out.partition(".")[0])
+                yield from readers or filter(None, [operator])
 
 
 def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoint:
@@ -311,7 +314,7 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
             beyond = any(not tile.is_inside(tiles[rank]) for rank, tile in wanted.items())
             if beyond and all(tile.is_inside(extended[rank]) for rank, tile in wanted.items()):
                 # Readers with equal windows of a value share a point.
-                key, held = (read.value, tuple(wanted.values())), builder.values[read.value]
+                key, held = (read.value, tuple(wanted.values())), builder.values[read.value].split()
                 readers = (*met[key].readers, nodes[read.node]) if key in met else (nodes[read.node],)
                 met[key] = HaloPoint(readers, stage, ranks, held.spec, held.axes, computed=wanted)
         yield from met.values()

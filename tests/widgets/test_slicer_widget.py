@@ -21,6 +21,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.widgets import slicer as module
 from tests.images.made_slides import find_shared
+from tests.spatial.test_tokens import GlobalContext
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])
@@ -277,6 +278,14 @@ def test_a_real_slide_is_sliced():
     assert np.array_equal(tile, open_image(path).read(5 * 256, 4 * 256, 256, 256))
 
 
+def test_a_softmax_over_all_pixels_is_called_after_its_operator():
+    """Its segments are two, before and after its sum; what the first one reads is no picture."""
+    slicer = Slicer(TISSUE, PLAN, prepare(GlobalContext(), PLAN, SHAPE))
+    assert [point.name for point in slicer.points] == ["stem", "softmax", "head"]
+    slicer.layer.value = 1
+    assert "layer softmax" in slicer.figure.alt
+
+
 class Flattening(nn.Sequential):
     """A head as VGG's: a pool to fewer rows than tiles or not, and weights for each pixel that remains."""
 
@@ -286,7 +295,7 @@ class Flattening(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    ("rows", "layer", "why"), [(6, "2", "no rows and columns"), (1, "1", "only 1 × 6 px for 2x2 tiles")]
+    ("rows", "layer", "why"), [(6, "3", "no rows and columns"), (1, "1", "only 1 × 6 px for 2x2 tiles")]
 )
 def test_layers_without_tiles_of_their_outputs_are_shown_without_what_these_read(rows, layer, why):
     recipe = prepare(Flattening(rows), PLAN, SHAPE)

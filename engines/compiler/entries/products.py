@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from string import ascii_lowercase
 
+import torch
+
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
@@ -109,5 +111,8 @@ def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: 
     elif sharded & set(out):
         raise make_gather_error(node, "sums over one spatial axis of two")
     else:
-        part = apply_locally(b, replace(node, name=f"{node.name}.part"), ())
-        b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
+        # The parts are added in the type of sums: half precision would be rounded once for each rank.
+        part, sums = apply_locally(b, replace(node, name=f"{node.name}.part"), ()), node.spec.sums
+        wide = b.add_local_op(f"{node.name}.wide", "aten.to.dtype", part, getattr(torch, sums.dtype), like=sums)
+        dtype = getattr(torch, node.spec.dtype)
+        b.add_local_op(node.name, "aten.to.dtype", b.all_reduce(wide), dtype, like=node.spec)
