@@ -160,12 +160,12 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
 
 def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int, int, int]]:
     """Return, for each axis of the current node's result, its whole size and this rank's start and stop."""
-    places = [(size, 0, size) for size in spec.shape]
+    ranges = [(size, 0, size) for size in spec.shape]
     if axes:
         tile = b.get_output_tiles(spec.get_sizes(axes))[b.rank]
         for axis, span in zip(axes, tile, strict=True):
-            places[axis] = (spec.shape[axis], span.start, span.stop)
-    return places
+            ranges[axis] = (spec.shape[axis], span.start, span.stop)
+    return ranges
 
 
 def get_local_shape(b: Builder, spec: TensorSpec, places: Places) -> tuple[int, ...]:

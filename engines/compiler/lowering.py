@@ -156,7 +156,8 @@ class Lowering:
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
         value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
-        split, shape = value.split(), None if value.is_split else value.split().spec.shape
+        split = value.split()
+        shape = None if split is value else split.spec.shape
         if self.tile_by_tile and split.places:
             return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], split.axes, shape)
         axes, tiles = self._place_value(builder.stage, split, name)
@@ -311,7 +312,6 @@ class Lowering:
         #   |   |   |   |   |  --->  |-------|
         #   |   |   |   |   |        |   5   |        5 the lower half
         whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec)).split()
-        #
         # The axes are those along which either stage divides the value.
         stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
         parts = [self._place_value(stage, whole, crossing.value) for stage in stages]

@@ -38,8 +38,7 @@ from mpi4dl_nb.engines.program.worker import Worker
 from tests.exact import finish, make_whole_numbers
 from tests.sampling import set_trials
 
-AXES = {"a signal": (-1,), "a tile": (-2, -1), "a block": (-3, -2, -1), "all axes": (-4, -3, -2, -1)}
-TOKENS = {"one axis": 1, "two axes": 2, "three axes": 3, "four axes": 4}
+COUNTS = {"one axis": 1, "two axes": 2, "three axes": 3, "four axes": 4}
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def cut(whole: Tensor, places: Places, tile: Tile) -> Tensor:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("axes", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("axes", COUNTS.values(), ids=COUNTS)
 def test_what_a_tile_reads_holds_exactly_its_values(axes: int):
     @set_trials(150)
     @given(case=generate_cases(axes))
@@ -216,7 +215,7 @@ def run_case(world: LoopbackWorld, case: Case, x: Tensor, weight: Tensor) -> dic
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("axes", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("axes", COUNTS.values(), ids=COUNTS)
 def test_ranks_compute_the_whole_to_the_bit(axes: int):
     @set_trials(40)
     @given(case=generate_cases(axes))
@@ -238,7 +237,7 @@ def test_ranks_compute_the_whole_to_the_bit(axes: int):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("axes", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("axes", COUNTS.values(), ids=COUNTS)
 def test_the_search_space_holds_groups_across_tiles(axes: int):
     def crosses(case: Case) -> bool:
         """Whether a group of the split shape lies on two tiles of the whole, and all of it is merged then."""

@@ -215,23 +215,24 @@ def lower_random(b: Builder, node: Node) -> None:
 
 
 def _draw(b: Builder, node: Node, source: Ref | None, number: int, axes: Axes) -> None:
+    """Draw numbers for the rank's part of a tensor, which is sharded along `axes`; `number` is that of the draw."""
     a = node.arguments
-    place = get_local_ranges(b, node.spec, axes)
+    ranges = get_local_ranges(b, node.spec, axes)
     if b.is_batch_sharded(Ref(node.name)):  # this rank's images of all those that the ranks share
         images = node.spec.shape[0]
-        place[0] = (images * b.stage.shares, images * b.tile, images * (b.tile + 1))
+        ranges[0] = (images * b.stage.shares, images * b.tile, images * (b.tile + 1))
     if not {"train", "training"} & set(a):
         settings = {name: a[name] for name in SETTINGS if name in a}
         if node.operator == "aten.bernoulli.default":
             settings["p"] = b.align_to_output(source)
-        draw = SEED, number, place, DEVICE, node.operator.split(".")[1], getattr(torch, node.spec.dtype)
+        draw = SEED, number, ranges, DEVICE, node.operator.split(".")[1], getattr(torch, node.spec.dtype)
         b.add_local_op(node.name, "tile.draw", *draw, like=node.spec, axes=axes, **settings)
         return
     if "feature" in node.operator:
-        place = [*place[:2], *((1, 0, 1) for _ in place[2:])]  # one number for each channel, broadcast over pixels
+        ranges = [*ranges[:2], *((1, 0, 1) for _ in ranges[2:])]  # one number for each channel, broadcast over pixels
     if node.operator == "aten.rrelu.default":
         kernel, settings = "tile.rrelu", (a["lower"], a["upper"])
     else:
         kernel, settings = "tile.dropout", (a["p"], "alpha" in node.operator)
     x = b.align_to_output(source)
-    b.add_local_op(node.name, kernel, x, SEED, number, place, DEVICE, *settings, like=node.spec, axes=axes)
+    b.add_local_op(node.name, kernel, x, SEED, number, ranges, DEVICE, *settings, like=node.spec, axes=axes)
