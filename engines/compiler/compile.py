@@ -10,7 +10,6 @@ from functools import cached_property
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.lowering import STAGE_TAGS, Lowering, add_inputs
 from mpi4dl_nb.engines.compiler.operator_table import lower
-from mpi4dl_nb.engines.compiler.stages import find_sharded_names, shard_graph
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import BatchLoss, ModelGraph, is_synced_count
 from mpi4dl_nb.engines.plan import Plan
@@ -59,7 +58,7 @@ def make_buckets(
 def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
     """Return the part of a graph that depends on the labels alone."""
     inputs = {"labels": graph.inputs["labels"]}
-    return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), share=None, whole=None)
+    return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), whole=None)
 
 
 def compile_plan(graph: ModelGraph, plan: Plan) -> tuple[Program, ...]:
@@ -166,13 +165,10 @@ class Compiler:
         sources, ways = frozenset(total.source for total in graph.totals), {}
         for direction, role in roles.items():
             stage = self.layout.get_pipeline(role).stages[last]
-            labels, parted = _extract_label_graph(graph, graph.whole), frozenset[str]()
-            if stage.shares > 1:
-                share = _extract_label_graph(graph.share, graph.share.whole)
-                labels, parted = shard_graph(labels, share, labels.nodes), find_sharded_names(labels, share)
+            labels = _extract_label_graph(graph, graph.whole)
             # The second half of the last stage's block of tags: the stage's own exchanges count up from its start.
             tag = STAGE_TAGS * (1 + last + direction * self.plan.split_size) + STAGE_TAGS // 2
-            builder = Builder(labels, stage, role.tile, tag, batch_sharded=parted)
+            builder = Builder(labels, stage, role.tile, tag)
             add_inputs(builder)
             for node in labels.nodes:
                 lower(builder, node)

@@ -30,12 +30,13 @@ WHOLE_PX = 128 * 128
 class NeedsGatherError(TraceError):
     """An operator that needs more than tiles and windows: it is exact if every rank holds all of its inputs.
 
-    `axes` are the dimensions along which its result may be sharded again; there may be none.
+    `why` says so without a remedy. `axes` are the dimensions along which its result may be sharded again; there may be
+    none.
     """
 
-    def __init__(self, message: str, axes: Axes = ()) -> None:
+    def __init__(self, message: str, axes: Axes = (), why: str = "") -> None:
         super().__init__(message)
-        self.places = to_places(axes)
+        self.places, self.why = to_places(axes), why
 
 
 def make_unsupported_error(node: Node, why: str = "has no entry in the operator table") -> TraceError:
@@ -62,16 +63,15 @@ def _describe(node: Node) -> str:
 def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError:
     """Return the error for an operator that needs whole values; for large images it is final."""
     most = f"{why}; beyond {WHOLE_PX} pixels, which every rank would have to hold, there is no rule for that"
-    return NeedsGatherError(str(make_unsupported_error(node, most)), axes)
+    return NeedsGatherError(str(make_unsupported_error(node, most)), axes, most)
 
 
 def check_deterministic(b: Builder, node: Node) -> None:
     """Raise TraceError for a random operator that would draw differently on each rank of a stage."""
     if len(b.stage.ranks) == 1 or not uses_generator(node):
         return
-    if b.stage.shares > 1:
-        raise make_shared_images_error(node, "draws random numbers, which would differ from those of the whole batch")
-    raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
+    make_error = make_shared_images_error if b.stage.shares > 1 else make_unsupported_error
+    raise make_error(node, "draws random numbers, which the ranks of a stage do not share")
 
 
 # Alignment of a node's arguments and results: which pixels of them a rank holds, and along which axes.
@@ -82,10 +82,12 @@ def get_spec(b: Builder, name: str) -> TensorSpec:
     return b.get_value(Ref(name)).spec
 
 
-def map_refs(pick: Callable[[Ref], Ref], argument: Any) -> Any:
+def map_refs(pick: Callable[[Ref], Any], argument: Any) -> Any:
     """Apply `pick` to every `Ref` in nested arguments."""
     if isinstance(argument, list | tuple):
         return type(argument)(map_refs(pick, item) for item in argument)
+    if isinstance(argument, dict):
+        return {name: map_refs(pick, item) for name, item in argument.items()}
     return pick(argument) if isinstance(argument, Ref) else argument
 
 
@@ -125,7 +127,8 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
     for ref in map(Ref, dict.fromkeys(node.reads)):
         beneath = b.is_tiled(ref) and b.get_value(ref).size_px == tiled.size_px
         parts[ref.name] = b.align_to_output(ref) if beneath else cut_to_tile(b, node, b.all_gather(ref), tiled)
-    return {name: map_refs(lambda ref: parts[ref.name], argument) for name, argument in node.arguments.items()}
+    arguments: dict[str, Any] = map_refs(lambda ref: parts[ref.name], node.arguments)
+    return arguments
 
 
 def _can_broadcast(size: int, whole: int) -> bool:
@@ -284,10 +287,12 @@ def is_pointwise(name: str) -> bool:
 def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
     """Gather all pixels of a value, for a node.
 
-    Raises NeedsGatherError if there are more than `WHOLE_PX`.
+    Raises NeedsGatherError if there are more than `WHOLE_PX`: of one image, or of all images if ranks share them.
     """
     if b.is_tiled(ref) and len(b.stage.ranks) > 1:
-        size_px = b.get_value(ref).size_px
+        value = b.get_value(ref)
+        shape = value.spec.shape
+        size_px = value.size_px if b.stage.shares == 1 else (*shape[:1], *shape[2:])
         if math.prod(size_px) > WHOLE_PX:
             raise make_gather_error(node, f"reads all {_format_sizes(size_px)} pixels of {ref.name}")
     return b.all_gather(ref)

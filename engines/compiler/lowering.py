@@ -10,13 +10,13 @@ from functools import cached_property
 import mpi4dl_nb.engines.compiler.entries  # noqa: F401  (fills the operator table)
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.operator_table import lower
-from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers, find_sharded_names, shard_graph
+from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
 from mpi4dl_nb.engines.compiler.value_layout import Memo, ValueLayout
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.places import to_places
-from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
-from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
 from mpi4dl_nb.engines.program.instructions import ModelInstruction
@@ -52,14 +52,21 @@ class _CrossStageValue:
 
 
 def add_inputs(builder: Builder, gradient: bool = False) -> None:
-    """Add the inputs of the graph to a stage's values: as tiles where the image can be cut into tiles."""
+    """Add the inputs of the graph to a stage's values: by images if ranks share them, else as tiles where they fit."""
     for name, spec in builder.graph.inputs.items():
         axes = builder.image_axes
-        cuts = len(spec.shape) > len(axes) and builder.can_tile(builder.get_image_px(spec))
-        is_tiled = builder.stage.shares == 1 and (cuts or name == "images")
-        places = to_places(axes) if is_tiled else ()
-        builder.values[name] = ValueLayout(name, spec, places, gradient and spec.is_floating)
+        if builder.stage.shares > 1:
+            axes = _find_batch_axis(spec, builder.stage.shares)
+        elif name != "images" and not (len(spec.shape) > len(axes) and builder.can_tile(builder.get_image_px(spec))):
+            axes = ()
+        builder.values[name] = ValueLayout(name, spec, to_places(axes), gradient and spec.is_floating)
         builder.hold_extended(name)
+
+
+def _find_batch_axis(spec: TensorSpec, images: int) -> Axes:
+    """Return the first axis of a value if it may have an entry, or several, for each of so many images, else ()."""
+    # Any axis may be divided, and rules see to what follows. So a wrong guess costs time, and never exactness.
+    return (-len(spec.shape),) if spec.shape and spec.shape[0] % images == 0 else ()
 
 
 class Lowering:
@@ -155,33 +162,17 @@ class Lowering:
         return self._make_shard_spec(builder, self.graph.prediction)
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
-        value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
+        value = builder.values[name]
         split = value.split()
         shape = None if split is value else split.spec.shape
         if self.tile_by_tile and split.places:
             return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], split.axes, shape)
-        axes, tiles = self._place_value(builder.stage, split, name)
-        return ShardSpec(tiles[builder.rank], axes, shape)
+        return ShardSpec(_cut_value(builder.stage, split.spec, split.axes)[builder.rank], split.axes, shape)
 
     def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the names that any of the stages read."""
         reads = set().union(*(self.reads[stage] for stage in stages))
         return tuple(name for name in names if name in reads)
-
-    @cached_property
-    def batch_sharded(self) -> frozenset[str]:
-        """The values of which the ranks that share a micro-batch each hold different images."""
-        return find_sharded_names(self.graph, self.graph.share) if self.graph.share else frozenset()
-
-    @cached_property
-    def _stage_graphs(self) -> tuple[ModelGraph, ...]:
-        """The model graph as the ranks of each stage run it."""
-        return tuple(
-            shard_graph(self.graph, self.graph.share, self._get_nodes(span))
-            if ranks.shares > 1 and self.graph.share
-            else self.graph
-            for span, ranks in zip(self.spans, self.layout.stages, strict=True)
-        )
 
     def _get_extended_tiles(self, role: Role) -> ExtendedTiles:
         """Return what the ranks of a stage hold beyond their tiles, for fused halos; for tiles in turn, of one tile at
@@ -262,15 +253,14 @@ class Lowering:
         block = 1 + role.stage + role.direction * len(self.spans)
         ranks = self._get_stage_ranks(role, role.stage)
         builder = Builder(
-            self._stage_graphs[role.stage],
+            self.graph,
             ranks,
             role.tile,
             STAGE_TAGS * block,
             extended=wide,
-            batch_sharded=self.batch_sharded if ranks.shares > 1 else frozenset(),
             tile_by_tile=self.tile_by_tile,
             sync_batchnorm=self.plan.sync_batchnorm,
-            overlaps=overlaps,
+            overlaps=overlaps and ranks.shares == 1,
             copies=tuple(rank for pipe in self.layout.pipes for rank in pipe.stages[role.stage].ranks),
             memo=self._commons[replace(role, tile=0)],
         )
@@ -278,18 +268,16 @@ class Lowering:
         for crossing in self.crossings:
             if crossing.target == role.stage:
                 value = self.crossing_values[crossing.value]
-                arrives = self._add_transfer(builder, role, crossing, value)
-                value = replace(value, spec=builder.graph.specs.get(value.name, value.spec))
-                split = value.split()
-                # Where ranks share a micro-batch by images, the value arrives as a part of its images, with all pixels.
-                if ranks.shares > 1:
-                    value, split = replace(value, places=()), replace(split, places=())
+                arrives, split = self._add_transfer(builder, role, crossing, value), value.split()
+                if (axes := self._find_arriving_axes(role, crossing, split)) != split.axes:
+                    split = replace(split, places=to_places(axes))
+                    value = replace(value, places=to_places((-len(value.spec.shape),) if axes else ()))
                 builder.values[value.name] = value
                 if arrives and split.name != value.name:
                     builder.values[split.name] = split
                     builder.merge_axes(Ref(split.name), value)
         span = self.spans[role.stage]
-        for node in builder.graph.nodes[span.start : span.stop]:
+        for node in self._get_nodes(span):
             if node.name in self._segment_starts:
                 builder.flush()
             try:
@@ -311,13 +299,16 @@ class Lowering:
         #   | 0 | 1 | 2 | 3 |        |   4   |        4 receives the upper half of each of 0 to 3,
         #   |   |   |   |   |  --->  |-------|
         #   |   |   |   |   |        |   5   |        5 the lower half
-        whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec)).split()
+        whole = value.split()
         # The axes are those along which either stage divides the value.
-        stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
-        parts = [self._place_value(stage, whole, crossing.value) for stage in stages]
-        whole = replace(whole, places=to_places(dict.fromkeys((*parts[1][0], *parts[0][0]))))
+        ends = (crossing.source, whole.axes), (crossing.target, self._find_arriving_axes(role, crossing, whole))
+        whole = replace(whole, places=to_places(dict.fromkeys((*ends[1][1], *ends[0][1]))))
         owned, wanted = (
-            {rank: _extend_to_axes(tile, axes, whole) for rank, tile in tiles.items()} for axes, tiles in parts
+            {
+                rank: _extend_to_axes(tile, axes, whole)
+                for rank, tile in _cut_value(self._get_stage_ranks(role, stage), whole.spec, axes).items()
+            }
+            for stage, axes in ends
         )
         # A rank of both stages whose tile does not change receives nothing.
         wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
@@ -329,14 +320,22 @@ class Lowering:
         builder.transfer(whole, "stage", name, whole.name, tag, owned, wanted)
         return builder.rank in wanted
 
-    def _place_value(self, stage: StageRanks, value: ValueLayout, name: str) -> tuple[Axes, dict[int, Tile]]:
-        """Return the axes along which a stage divides `name` (as the model names the value), and each rank's tile."""
-        axes, grid = value.axes, stage.grid
-        if stage.shares > 1:
-            axes, grid = (-len(value.spec.shape),) if name in self.batch_sharded else (), Grid(stage.shares)
-        if not axes:
-            return (), dict.fromkeys(stage.ranks, Tile())
-        return axes, dict(zip(stage.ranks, grid.cut(*value.spec.get_sizes(axes)), strict=True))
+    def _find_arriving_axes(self, role: Role, crossing: _CrossStageValue, split: ValueLayout) -> Axes:
+        """Return the axes along which the target of a value divides it: those of the source, or that of the images.
+
+        `split` is the value in its split form, as the source divides it.
+        """
+        source, target = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
+        if target.shares == 1 or (source.shares > 1 and split.axes):
+            return split.axes
+        axes = _find_batch_axis(split.spec, self.graph.inputs["images"].shape[0])
+        return axes if set(axes).isdisjoint(split.axes) else ()
+
+
+def _cut_value(stage: StageRanks, spec: TensorSpec, axes: Axes) -> dict[int, Tile]:
+    """Return the tile that each rank of a stage has of a value that the stage divides along `axes`."""
+    tiles = stage.parts.cut(*spec.get_sizes(axes)) if axes else [Tile()] * len(stage.ranks)
+    return dict(zip(stage.ranks, tiles, strict=True))
 
 
 def _extend_to_axes(tile: Tile, axes: Axes, value: ValueLayout) -> Tile:

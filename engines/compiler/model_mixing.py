@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from mpi4dl_nb.engines.compiler.each_image import FILLS, SHAPED, describe_image_axis
 from mpi4dl_nb.engines.compiler.loss_analysis import (
     CONSTANT,
     AggregationKind,
@@ -17,7 +18,6 @@ from mpi4dl_nb.engines.compiler.loss_analysis import (
     LossAnalysis,
     make_rows,
 )
-from mpi4dl_nb.engines.compiler.stages import FILLS, SHAPED, describe_image_axis
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
 from mpi4dl_nb.engines.program.rng import find_sample_number, uses_generator
 

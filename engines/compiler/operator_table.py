@@ -1,7 +1,7 @@
 """The operator table: how each ATen operator gives exactly the whole image's result on tiles.
 
-A rule runs if one of its arguments is tiled, or if the operator combines images that are split over ranks (`local_dp`).
-A rule registered with `everywhere=True` always runs. A rule determines which window a tile of outputs reads, the local
+A rule runs if one of its arguments is tiled, which includes those of which ranks share the images (`local_dp`). A rule
+registered with `everywhere=True` always runs. A rule determines which window a tile of outputs reads, the local
 kernel, and the sums over ranks; all other operators run unchanged. To add an operator, write a function like those in
 `engines/compiler/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.each_image import lower_each_image
 from mpi4dl_nb.engines.compiler.halo_overlap import split_interior
 from mpi4dl_nb.engines.compiler.local_rules import (
     NeedsGatherError,
@@ -44,16 +45,16 @@ def register_rule(
     everywhere: bool = False,
     images: tuple[str, ...] = (),
     tiled: tuple[str, ...] = (),
-    shared: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a rule: a function of a `Builder` and a `Node`, called if an argument of the operator is tiled.
 
     `everywhere`: the rule is also called if no argument is tiled. `tiled` names the only arguments that the rule
-    accepts tiled; `images` does so for those that must have rows and columns as last axes. `shared`: the rule also
-    handles images that ranks share, and combines all of them into one result. A rule that asks for the `axes` of a
-    value of which rows and columns are merged, as in tokens (N, H * W, C), is left, and the value is gathered if it
-    has few pixels. A notebook cell may register rules, and replaces them when it runs again:
-    the ranks of a `Training` created afterwards receive them, and the kernels of `register_kernel`, by value.
+    accepts tiled; `images` does so for those that must have rows and columns as last axes. A rule that asks for the
+    `axes` of a value of which rows and columns are merged, as in tokens (N, H * W, C), is left, and the value is
+    gathered if it has few pixels. Where ranks share the images of a batch, that axis is the sharded one; a rule that
+    refuses it is left, too, and the operator is run on each rank's images if it computes each image by itself. A
+    notebook cell may register rules, and replaces them when it runs again: the ranks of a `Training` created afterwards
+    receive them, and the kernels of `register_kernel`, by value.
 
     The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
     outside the image are 0. The kernel computes the tile of outputs from the window:
@@ -73,7 +74,7 @@ def register_rule(
 
     def add(rule: Rule) -> Rule:
         for name in operators:
-            _TABLE[name] = rule, {"everywhere": everywhere, "images": images, "tiled": tiled, "shared": shared}
+            _TABLE[name] = rule, {"everywhere": everywhere, "images": images, "tiled": tiled}
         return rule
 
     return add
@@ -94,6 +95,7 @@ def lower(b: Builder, node: Node) -> None:
     #
     #     the operator's rule, or its kernel on own pixels if it is pointwise or reads no tiled value
     #     the same once more, in pieces, if a halo exchange can overlap with the interior (`split_interior`)
+    #     refused, where ranks share images, but computes each image by itself: on the rank's own (`lower_each_image`)
     #     refused, or too few rows or columns for the tiles: gathered, if the pixels are few (`_lower_gathered`)
     #     no rule, one rank: the operator itself
     b.begin_node(node)
@@ -107,7 +109,8 @@ def lower(b: Builder, node: Node) -> None:
         if b.tile_by_tile and len(b.stage.ranks) > 1:
             raise refusal  # tiles are computed one after another, so none can gather what the others hold
         b.undo_node()
-        _lower_gathered(b, node, refusal)
+        if not lower_each_image(b, node):
+            _lower_gathered(b, node, refusal)
     except TraceError:
         if len(b.stage.ranks) > 1:
             raise
@@ -125,11 +128,12 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
     alike = (image.places for image in images if node.spec and image.spec.shape == node.spec.shape)
     places = getattr(refusal, "places", ()) or next(alike, ())
     try:
-        arguments = {
-            name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
-        }
+        arguments = map_refs(lambda ref: all_gather_pixels(b, node, ref), node.arguments)
     except NeedsGatherError:
-        raise TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal from None
+        if not isinstance(refusal, NeedsGatherError):
+            raise refusal from None
+        shared = b.stage.shares > 1
+        raise (make_shared_images_error(node, refusal.why) if shared else TraceError(str(refusal))) from None
     if not places or not b.can_tile(get_sizes(node.spec.shape, places)):
         _lower(b, replace(node, arguments=arguments))
         return
@@ -141,18 +145,15 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
 
 def _lower(b: Builder, node: Node) -> None:
     tiled = [Ref(name) for name in node.reads if b.is_tiled(Ref(name))]
-    joins = any(b.is_batch_sharded(Ref(name)) for name in node.reads) and not b.is_batch_sharded(Ref(node.name))
     rule, how = _TABLE.get(node.operator, (None, {}))
-    if joins and not how.get("shared"):
-        raise make_shared_images_error(node, "joins the images of several ranks, for which there is no rule")
-    if rule and (tiled or joins or how["everywhere"]):
+    if rule and (tiled or how["everywhere"]):
         _check_tiled(b, node, how["images"], how["images"] + how["tiled"])
         rule(b, node)
     elif not tiled or is_pointwise(node.operator):
         check_deterministic(b, node)
         changes = align_arguments(b, node) if tiled else {}
         apply_locally(b, node, b.get_value(tiled[0]).places if tiled else (), **changes)
-    elif node.operator.startswith("aten."):
+    elif node.operator.startswith("aten.") or b.stage.shares > 1:
         check_deterministic(b, node)
         raise make_gather_error(node, "has no entry in the operator table")
     else:

@@ -12,7 +12,7 @@ from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.places import compute_local_shape, to_places
-from mpi4dl_nb.engines.geometry.tiles import Axes, Grid, Plane, Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Axes, Plane, Span, Tile
 from mpi4dl_nb.engines.graph.model_graph import Ref
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.program import Program
@@ -84,17 +84,15 @@ class ShardIndex:
                 continue
             value, ref = builder.values[name], Ref(name)
             split = value.split()
-            shape, images = value.spec.shape, None
-            if builder.is_batch_sharded(ref):
-                shape = (shape[0] * builder.stage.shares, *shape[1:])
-                (images,) = Grid(builder.stage.shares).get_tile(role.tile, shape[0])
-            if not value.places:
+            shape, axes, images = value.spec.shape, split.axes, None
+            held = builder.get_held_tiles(ref)[builder.rank] if axes else Tile()
+            owned = builder.get_tiles(value.size_px)[builder.rank] if axes else Tile()
+            if axes == (-len(shape),):
+                (images,), axes = held, ()
+            if not axes:
                 # The rank holds all pixels, if there are any.
                 axes = (-2, -1) if len(shape) == 4 else ()
                 held = owned = Tile.whole(*(shape[axis] for axis in axes))
-            else:
-                axes, held = split.axes, builder.get_held_tiles(ref)[builder.rank]
-                owned = builder.get_tiles(value.size_px)[builder.rank]
             module, split_shape = self.modules.get(name.partition(".")[0], ""), split.spec.shape
             return Shard(name, shape, axes, held, owned, images, module, None if value.is_split else split_shape)
         return None

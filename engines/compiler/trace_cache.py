@@ -61,7 +61,7 @@ class TraceCache:
     #
     #     _traces   by image and label specs and precision           one run of the model
     #     (each also by the state of the model, and by PyTorch's default type)
-    #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
+    #     _graphs   by micro-batch and precision                     a trace
     #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
@@ -120,7 +120,7 @@ class TraceCache:
         return self._make_key(plan) in self._graphs
 
     def get_graph(self, plan: Plan) -> ModelGraph:
-        """Return the graph that `plan` is compiled from, with the share of one rank if ranks share micro-batches.
+        """Return the graph that `plan` is compiled from.
 
         Raises PlanError, or TraceError if the model cannot be traced.
         """
@@ -131,12 +131,7 @@ class TraceCache:
             key = self._make_key(plan)
             if key not in self._graphs:
                 with self._restore_outside():
-                    images, answers = self._get_specs(plan)
-                    graph = self._trace(plan, images, answers)
-                    if plan.local_dp > 1:
-                        share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
-                        graph = replace(graph, share=share)
-                self._graphs[key] = graph
+                    self._graphs[key] = self._trace(plan, *self._get_specs(plan))
             check_buffer_reads(self._graphs[key], plan.micro_batches)
             check_synced_norms(self._graphs[key], plan)
             if plan.micro_batches == 1:
@@ -180,9 +175,7 @@ class TraceCache:
         return self._mixing[state]
 
     def _make_key(self, plan: Plan) -> Hashable:
-        images = self._get_image_spec(plan)
-        share = get_shard_spec(images, plan) if plan.local_dp > 1 else None
-        return self.get_state(), images, plan.precision, share, torch.get_default_dtype()
+        return self.get_state(), self._get_image_spec(plan), plan.precision, torch.get_default_dtype()
 
     def get_state(self) -> ModelState:
         """Return the state in which the model is traced."""
@@ -215,10 +208,7 @@ class TraceCache:
         return images, TensorSpec((*shape[:1], *shape[2:]), "int64")
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
-        """Trace the model for these specs.
-
-        A share of a micro-batch uses the same trace as a micro-batch of its size.
-        """
+        """Trace the model for these specs."""
         key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
         if key not in self._traces:
             graph = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
@@ -232,7 +222,10 @@ class TraceCache:
 
 
 def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
-    """Return the spec of one of the `parts` of a batch. Raises PlanError if the batch cannot be divided into them."""
+    """Return the spec of one of the `parts` of a batch.
+
+    Raises PlanError if the batch cannot be divided into them, or these evenly by the ranks that share one.
+    """
     if not batch.shape and plan.micro_batches * plan.local_dp > 1:
         raise PlanError(
             f"{name} of shape () cannot be cut into the {plan.micro_batches} micro-batches of a step, or shared by "
@@ -244,18 +237,10 @@ def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec
             f"A batch of {count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
             f"Use a batch size that is a multiple of {plan.parts}, or other parts."
         )
-    return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
-
-
-def get_shard_spec(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
-    """Return the spec of one rank's share of a micro-batch.
-
-    Raises PlanError if `local_dp` ranks cannot share it evenly.
-    """
-    count = micro_batch.shape[0]
-    if count % plan.local_dp:
+    count //= plan.parts
+    if batch.shape and count % plan.local_dp:
         raise PlanError(
             f"local_dp={plan.local_dp} ranks cannot share the {count} images of a micro-batch evenly. "
             f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
         )
-    return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
+    return replace(batch, shape=(count, *batch.shape[1:])) if batch.shape else batch

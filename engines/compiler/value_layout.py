@@ -95,10 +95,10 @@ class ValueLayout:
 class ValueLayouts:
     """The pixels and images that each rank of a stage holds of every value, for the rank of tile `tile`.
 
-    `batch_sharded` are the values of which the ranks hold different images, `extended` what they hold beyond their
-    tiles. `memo` is shared by the builders of all ranks of the stage. `tile_by_tile`: tiles are computed one after
-    another without communication, so that only the tile of this rank is considered. `copies` are the ranks of the stage
-    in all replicas: those of the first one, of the second one, and so on.
+    `extended` is what they hold beyond their tiles. `memo` is shared by the builders of all ranks of the stage.
+    `tile_by_tile`: tiles are computed one after another without communication, so that only the tile of this rank is
+    considered. `copies` are the ranks of the stage in all replicas: those of the first one, of the second one, and so
+    on.
     """
 
     graph: ModelGraph
@@ -107,7 +107,6 @@ class ValueLayouts:
     tag: int
     values: dict[str, ValueLayout] = field(default_factory=dict)
     extended: ExtendedTiles = field(default_factory=ExtendedTiles)
-    batch_sharded: frozenset[str] = frozenset()
     tile_by_tile: bool = False
     copies: tuple[int, ...] = ()
     memo: Memo = field(default_factory=Memo)
@@ -130,26 +129,16 @@ class ValueLayouts:
         return spec.get_sizes(self.image_axes)
 
     def is_tiled(self, ref: Any) -> bool:
-        """Return whether an argument is a value of which each rank holds a tile."""
+        """Return whether an argument is a value of which each rank holds a part: a tile, or images."""
         return isinstance(ref, Ref) and ref.name in self.values and bool(self.values[ref.name].places)
-
-    def is_batch_sharded(self, ref: Any) -> bool:
-        """Return whether an argument is a value of which each rank holds different images."""
-        return isinstance(ref, Ref) and ref.name in self.batch_sharded
-
-    def is_sharded(self, ref: Any) -> bool:
-        """Return whether no rank of the stage holds all of an argument."""
-        return self.is_tiled(ref) or self.is_batch_sharded(ref)
 
     def count_elements(self, ref: Ref, groups: int) -> list[int]:
         """Return how many elements of a value each rank has, per group of `groups`; one number if all hold the same."""
         value = self.get_value(ref)
-        if self.is_batch_sharded(ref):
-            return [value.spec.numel // groups] * self.stage.shares
         if not value.places:
             return [value.spec.numel // groups]
         per_px = value.spec.numel // groups // math.prod(value.size_px)
-        return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
+        return [per_px * tile.pixels for tile in self.stage.parts.cut(*value.size_px)]
 
     def get_value(self, ref: Ref) -> ValueLayout:
         """Return the value that an argument refers to; weights, buffers and constants are whole on every rank."""
@@ -160,16 +149,16 @@ class ValueLayouts:
     def get_tiles(self, size_px: tuple[int, ...]) -> dict[int, Tile]:
         """Return the tile that each rank owns of an image of that size."""
         if self.tile_by_tile:
-            return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
+            return {self.rank: self.stage.parts.get_tile(self.tile, *size_px)}
         return self.memo.get_or_compute(
             ("tiles", size_px),
             (self.stage, size_px),
-            lambda stage, size_px: dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True)),
+            lambda stage, size_px: dict(zip(stage.ranks, stage.parts.cut(*size_px), strict=True)),
         )
 
     def can_tile(self, size_px: tuple[int, ...]) -> bool:
         """Return whether an image of that size can be cut into tiles."""
-        return all(parts <= size for parts, size in zip(self.stage.grid, size_px, strict=True))
+        return all(parts <= size for parts, size in zip(self.stage.parts, size_px, strict=True))
 
     def get_output_tiles(self, size_px: tuple[int, ...]) -> Mapping[int, Tile]:
         """Return what each rank computes of the current node's result, an image of that size: its tile, or more."""

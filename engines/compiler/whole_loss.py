@@ -81,7 +81,7 @@ are not ignored."""
 
 
 def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_batches: int) -> ModelGraph:
-    """Return the graph, and its share, with a loss whose mean over the micro-batches is that of the whole batch.
+    """Return the graph with a loss whose mean over the micro-batches is that of the whole batch.
 
     `twin` traces the same model with twice as many images; it is called only to distinguish the batch size from other
     sizes. If the loss has no such form, or has it already, only the graph's `whole` changes.
@@ -98,25 +98,23 @@ def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_bat
         totals |= analysis.wanted
     else:
         return replace(graph, whole=BatchLoss(unknown="sums of sums"))
-    change = _LossRewrite(analysis, micro_batches)
-    share = graph.share and change.apply(graph.share)
-    return replace(change.apply(graph), share=share and replace(share, whole=change.make_whole_loss(graph.share)))
+    return _LossRewrite(analysis, micro_batches).apply()
 
 
 class _LossRewrite:
-    """The rewrite of the loss, which applies equally to a graph and to the graph of a share of its images."""
+    """The rewrite of the loss of a graph."""
 
     def __init__(self, found: LossAnalysis, micro_batches: int) -> None:
         self.found, self.count = found, micro_batches
         self.loss = found.get_aggregation(found.graph.loss or "")
 
-    def make_whole_loss(self, graph: ModelGraph) -> BatchLoss:
-        """Return the description of the rewritten loss, with the label nodes of `graph`."""
+    def make_whole_loss(self) -> BatchLoss:
+        """Return the description of the rewritten loss, with the nodes that depend on the labels alone."""
         # Before the first micro-batch, on the labels alone:    count(labels) of each, summed, / M  =  total
         # In each micro-batch, in place of the class loss:      cross_entropy(sum) / total
         #
         # Their mean over the M micro-batches is (sum of all losses) / (M * total), and M * total counts all labels.
-        nodes = {node.name: node for node in graph.nodes}
+        nodes = {node.name: node for node in self.found.graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
         degrees = {name: self.found.aggregations[name].degree for name in sorted(self.found.totals)}
@@ -153,17 +151,16 @@ class _LossRewrite:
         """Whether any sum over the batch is multiplied by the number of micro-batches."""
         return bool(self.found.scaled) or _is_sum(self.loss)
 
-    def apply(self, graph: ModelGraph) -> ModelGraph:
+    def apply(self) -> ModelGraph:
         """Return the rewritten graph, without loss nodes that nothing reads any more."""
+        graph = self.found.graph
         renamed = {name: Ref(_name_total(name)) for name in self.found.totals}
-        cone = {node.name for node in find_loss_nodes(self.found.graph)}
+        cone = {node.name for node in find_loss_nodes(graph)}
         nodes: list[Node] = []
         for node in graph.nodes:  # only the loss reads totals: the model's own nodes keep their operands
             rewritten = _replace_reads(node, renamed) if node.name in cone else node
             sums = {Ref(name): name for reader, name in self.found.scaled if reader == node.name}
-            nodes += [
-                self._make_scaled_sum(self.found.graph, name, f"{node.name}.{name}") for name in sorted(sums.values())
-            ]
+            nodes += [self._make_scaled_sum(name, f"{node.name}.{name}") for name in sorted(sums.values())]
             if sums:
                 rewritten = _replace_reads(rewritten, {name: Ref(f"{node.name}.{name}") for name in sums.values()})
             if node.name in self.found.ratios:  # a mean over labels becomes (sum of the losses) / (total)
@@ -176,18 +173,18 @@ class _LossRewrite:
             nodes.append(rewritten)
         loss = graph.loss
         if _is_sum(self.loss):
-            nodes.append(self._make_scaled_sum(graph, loss))
+            nodes.append(self._make_scaled_sum(loss))
             loss = nodes[-1].name
         read, kept = {loss, *graph.answers}, []
         for node in reversed(nodes):
             if node.name in read or node.name not in cone:
                 kept.append(node)
                 read.update(node.reads)
-        return replace(graph, nodes=tuple(kept[::-1]), loss=loss, whole=self.make_whole_loss(graph))
+        return replace(graph, nodes=tuple(kept[::-1]), loss=loss, whole=self.make_whole_loss())
 
-    def _make_scaled_sum(self, graph: ModelGraph, name: str, out: str = "") -> Node:
+    def _make_scaled_sum(self, name: str, out: str = "") -> Node:
         """Return a node that multiplies a sum over the batch by M, so that the mean of M such sums is the whole sum."""
-        like = next(node for node in graph.nodes if node.name == name)
+        like = next(node for node in self.found.graph.nodes if node.name == name)
         arguments = {"self": Ref(name), "other": self.count}
         return replace(like, name=out or f"{name}.whole", operator="aten.mul.Scalar", arguments=arguments, flops=0)
 
@@ -204,10 +201,7 @@ def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
     """Return the node with some of the values that it reads replaced by others."""
     if renamed.keys().isdisjoint(node.reads):
         return node
-    arguments = {
-        name: map_refs(lambda ref: renamed.get(ref.name, ref), value) for name, value in node.arguments.items()
-    }
-    return replace(node, arguments=arguments)
+    return replace(node, arguments=map_refs(lambda ref: renamed.get(ref.name, ref), node.arguments))
 
 
 # Weights of images in a mean loss, so that the mean equals the loss of all images in one batch.

@@ -159,11 +159,10 @@ class ModelGraph(FactTable):
     tensors that forward creates or finds, with their values. `answers` name the tensors of the model's output that the
     loss is given, the prediction first, and `loss` the loss. `loss_input` is the type of what the loss is
     given, "Tensor" for the prediction alone, and `left_out` are the places of the output's other tensors then. `chains`
-    are the modules that only run their children one after another. `share` is the same model with fewer images, for
-    ranks that share the images of a micro-batch. `whole` is set if a step has several micro-batches. `default_type` is
-    PyTorch's default type while it was traced. `recomputed` says how often a step updates a buffer for one update in
-    forward, if the model computes it once more in backward. `synced` are the modules that are an nn.SyncBatchNorm in
-    training, which normalises the whole batch of a step.
+    are the modules that only run their children one after another. `whole` is set if a step has several micro-batches.
+    `default_type` is PyTorch's default type while it was traced. `recomputed` says how often a step updates a buffer
+    for one update in forward, if the model computes it once more in backward. `synced` are the modules that are an
+    nn.SyncBatchNorm in training, which normalises the whole batch of a step.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -176,7 +175,6 @@ class ModelGraph(FactTable):
     chains: frozenset[str] = frozenset()
     loss_input: str = "Tensor"
     left_out: tuple[str, ...] = ()
-    share: ModelGraph | None = None
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
     default_type: str = "float32"

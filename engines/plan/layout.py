@@ -29,12 +29,17 @@ class Role:
 class StageRanks:
     """The ranks of one stage, in tile order.
 
-    `shares` is the number of parts into which they split a micro-batch's images.
+    `grid` are the tiles into which they split images, `shares` the parts into which they split a micro-batch's images.
     """
 
     grid: Grid
     ranks: tuple[int, ...]
     shares: int = 1
+
+    @property
+    def parts(self) -> Grid:
+        """The parts into which values are cut: along the axis of the images if ranks share these, else tiles."""
+        return Grid(self.shares) if self.shares > 1 else self.grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
+from mpi4dl_nb.engines.compiler import local_rules
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
@@ -204,15 +205,17 @@ def write_masked(x: Tensor) -> Tensor:
     return x.mean((2, 3))
 
 
-def test_images_that_ranks_share_are_not_written_by_their_numbers():
-    """Each rank would write to its own first two; a mask has an entry for each image."""
+@pytest.mark.parametrize("write", [write_some, write_masked])
+def test_images_that_ranks_share_are_written_by_their_numbers_in_the_batch(write: Callable[[Tensor], Tensor]):
+    """Both of the first two are images of the first rank; a mask has an entry for each image."""
     plan = Plan(split_size=2, spatial_size=0, local_dp=2, precision="float64")
-    with pytest.raises(TraceError, match="picks or writes images by their numbers"):
-        prepare(OfImages(write_some), plan, (4, 3, 12, 16))
-    model, loss = OfImages(write_masked), nn.CrossEntropyLoss()
+    check_exact(OfImages(write), plan, nn.CrossEntropyLoss())
+
+
+def check_exact(model: nn.Module, plan: Plan, loss: Loss) -> None:
     recipe = prepare(model, plan, (4, 3, 12, 16), loss)
-    told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
-    assert told["ok"], told
+    comparison = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
+    assert comparison["ok"], comparison
 
 
 class Looked(nn.Module):
@@ -319,32 +322,58 @@ class OverTime(nn.Module):
         return self.cells(x)[0]
 
 
-UNSHARED = {
+def draw_factors(x: Tensor) -> Tensor:
+    return x * torch.poisson(torch.ones(5))
+
+
+JOINED = {
     "joined": (lambda x: x + x.median(), nn.CrossEntropyLoss()),
     "in pairs": (lambda x: x + torch.pdist(x).square().mul(-2).exp().mean().log(), nn.CrossEntropyLoss()),
     "a series": (OverTime(), nn.CrossEntropyLoss()),
-    "rolled": (lambda x: x.roll(1), nn.CrossEntropyLoss()),
-    "one more": (lambda x: x + functional.pad(x, (0, 0, 1, 0)).mean(), nn.CrossEntropyLoss()),
     "tiled": (lambda x: x + x.tile(2, 1).mean(), nn.CrossEntropyLoss()),
     "sorted": (lambda x: x.msort(), nn.CrossEntropyLoss()),
     "all axes": (lambda x: torch.fft.fftn(x).abs(), nn.CrossEntropyLoss()),
     "overlapping": (lambda x: x + x.unfold(0, 2, 1).square().mean(), nn.CrossEntropyLoss()),
-    "drawn": (lambda x: x * torch.poisson(torch.ones(5)), nn.CrossEntropyLoss()),
-    "along the images": (lambda x: x.softmax(0), nn.CrossEntropyLoss()),
     "repeated": (lambda x: x.repeat(2, 1)[: len(x)], nn.CrossEntropyLoss()),
     "images as classes": (lambda x: x, compute_image_loss),
+    "by distance": (lambda x: x + torch.cdist(x, x) @ x, nn.CrossEntropyLoss()),
+    "picked": (lambda x: x + x.flatten().take(torch.arange(len(x)))[:, None], nn.CrossEntropyLoss()),
 }
+ALONG = {
+    "along the images": (lambda x: x.softmax(0), nn.CrossEntropyLoss()),
+    "their mean": (lambda x: x - x.mean(0) + x.var(0) + x.amax(0), nn.CrossEntropyLoss()),
+    "their products": (lambda x: x + x @ (x.T @ x), nn.CrossEntropyLoss()),
+    "similar": (lambda x: (x @ x.T)[:, :3].exp(), nn.CrossEntropyLoss()),
+    "rolled": (lambda x: x.roll(1), nn.CrossEntropyLoss()),
+    "one more": (lambda x: x + functional.pad(x, (0, 0, 1, 0)).mean(), nn.CrossEntropyLoss()),
+    "mixed": (lambda x: 0.7 * x + 0.3 * x.flip(0), nn.CrossEntropyLoss()),
+    "the first": (lambda x: x + x[:1] + x[1], nn.CrossEntropyLoss()),
+    "times before images": (
+        lambda x: x[..., None].permute(1, 0, 2).reshape(5 * len(x), 1).reshape(5, len(x)).T, nn.CrossEntropyLoss(),
+    ),
+}  # fmt: skip
+SHARING = ({"split_size": 1}, {"split_size": 2, "slice_method": "1x2", "spatial_size": 1})
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for weights of the GRU
+@pytest.mark.parametrize("name", [*JOINED, *ALONG])
+def test_what_joins_the_images_of_several_ranks_is_exact(name: str):
+    function, loss = (JOINED | ALONG)[name]
+    for knobs in SHARING:
+        check_exact(Behind(function), Plan(**{"spatial_size": 0, **knobs}, local_dp=2, precision="float64"), loss)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for weights of the GRU
-@pytest.mark.parametrize("name", UNSHARED)
-def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: str):
-    """Behind the spatial stages, to end them earlier would not help."""
-    function, loss = UNSHARED[name]
-    for knobs in ({"local_dp": 2}, {"split_size": 2, "slice_method": "1x2", "spatial_size": 1, "local_dp": 2}):
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
+@pytest.mark.parametrize("name", ["drawn", *JOINED])
+def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Behind the spatial stages, to end them earlier would not help. Few numbers are gathered: here they are many."""
+    function, loss = {"drawn": (draw_factors, nn.CrossEntropyLoss()), **JOINED}[name]
+    monkeypatch.setattr(local_rules, "WHOLE_PX", 3)
+    for knobs in SHARING:
         with pytest.raises(TraceError, match=r"local_dp ranks share the images .* Use local_dp=1, or data_parallel"):
-            prepare(Behind(function), Plan(**{"spatial_size": 0, **knobs}), (4, 3, 12, 16), loss)
+            prepare(Behind(function), Plan(**{"spatial_size": 0, **knobs}, local_dp=2), (4, 3, 12, 16), loss)
     prepare(Behind(function), Plan(spatial_size=0, data_parallel=2), (4, 3, 12, 16), loss)
 
 
@@ -379,9 +408,7 @@ def test_ranks_share_images_that_each_operator_treats_alone(name: str):
     torch.manual_seed(0)
     function, loss = SHARED[name]
     model, plan = OfImages(function), Plan(split_size=2, spatial_size=0, local_dp=2, precision="float64")
-    recipe = prepare(model, plan, (4, 3, 12, 16), loss)
-    told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
-    assert told["ok"], told
+    check_exact(model, plan, loss)
 
 
 def test_one_process_takes_labels_without_images():

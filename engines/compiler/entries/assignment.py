@@ -174,7 +174,7 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
 def lower_constant(b: Builder, node: Node) -> None:
     """Create a constant on every rank; with tiles, all of its elements share the memory of one."""
     a = node.arguments
-    if b.stage.grid.tiles == 1 or len(node.spec.shape) < 2:
+    if len(b.stage.ranks) == 1 or len(node.spec.shape) < 2:
         apply_locally(b, node, ())
         return
     value = a.get("fill_value", 1 if "ones" in node.operator else 0)
@@ -218,9 +218,6 @@ def _draw(b: Builder, node: Node, source: Ref | None, number: int, axes: Axes) -
     """Draw numbers for the rank's part of a tensor, which is sharded along `axes`; `number` is that of the draw."""
     a = node.arguments
     ranges = get_local_ranges(b, node.spec, axes)
-    if b.is_batch_sharded(Ref(node.name)):  # this rank's images of all those that the ranks share
-        images = node.spec.shape[0]
-        ranges[0] = (images * b.stage.shares, images * b.tile, images * (b.tile + 1))
     if not {"train", "training"} & set(a):
         settings = {name: a[name] for name in SETTINGS if name in a}
         if node.operator == "aten.bernoulli.default":

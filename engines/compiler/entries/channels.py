@@ -133,7 +133,7 @@ def one_hot(b: Builder, node: Node) -> None:
     apply_locally(b, node, (place._replace(dim=place.dim - 1) for place in places))
 
 
-@register_rule("aten.type_as.default", "aten.to.other", shared=True)
+@register_rule("aten.type_as.default", "aten.to.other")
 def cast_like(b: Builder, node: Node) -> None:
     """Cast to the type of another value, of which no pixel is read: the result is tiled, or not, as `self` is."""
     source, kind = node.arguments["self"], getattr(torch, node.spec.dtype)

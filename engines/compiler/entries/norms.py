@@ -137,14 +137,14 @@ def _add_statistics(b: Builder, node: Node, entry: RunningStatistics) -> None:
 def instance_norm(b: Builder, node: Node) -> None:
     """Normalise every channel of every image (Ulyanov et al., 2016, arXiv:1607.08022)."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
+    if b.stage.shares > 1 and value.places and a["use_input_stats"] and a["running_mean"]:
+        raise make_shared_images_error(node, "keeps running statistics of all images, for which there is no rule")
     check_along_other_axes(b, node, a["input"], (0, 1))
     if not a["use_input_stats"]:
         apply_locally(b, node, value.places)
         return
     moments, counts = _normalise_channels(b, node, value.spec.shape[0] * value.spec.shape[1])
     if a["running_mean"]:
-        if b.is_batch_sharded(a["input"]):
-            raise make_shared_images_error(node, "keeps running statistics of all images, for which there is no rule")
         names = a["running_mean"].name, a["running_var"].name
         _add_statistics(b, node, RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
 

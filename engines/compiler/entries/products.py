@@ -104,8 +104,7 @@ def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: 
         sizes = dict(zip(term, get_spec(b, ref.name).shape, strict=True))
         if not b.is_tiled(part) and any(sizes.get(letter, 1) > 1 for letter in sharded):
             raise make_gather_error(node, "multiplies rows or columns with others")
-    arguments = {name: map_refs(lambda ref: parts[ref], value) for name, value in node.arguments.items()}
-    node = replace(node, arguments=arguments)
+    node = replace(node, arguments=map_refs(lambda ref: parts[ref], node.arguments))
     if sharded <= set(out):
         apply_locally(b, node, (Place(out.index(letter) - len(out), *around) for letter, *around in layout))
     elif sharded & set(out):

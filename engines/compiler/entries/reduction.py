@@ -20,7 +20,6 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     find_sharded_dims,
     get_spec,
     make_gather_error,
-    make_shared_images_error,
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.places import Places, keep_places, reduce_on_tiles
@@ -34,8 +33,7 @@ def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
     """Return a node's reduced dimensions, from the front, if one of them is distributed over the ranks; else None."""
     count, given = len(b.get_value(ref).spec.shape), node.arguments.get("dim")
     dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
-    distributed = {0} if b.is_batch_sharded(ref) else find_sharded_dims(b, ref)
-    return None if distributed.isdisjoint(dims) else dims
+    return None if find_sharded_dims(b, ref).isdisjoint(dims) else dims
 
 
 def all_gather_partials(
@@ -96,7 +94,7 @@ _NONE, _MEAN = 0, 1
 
 def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """Compute the mean over `dims`, which include both spatial axes."""
-    _finish_sum(b, node, ref, _sum(b, node, ref, dims, keepdim), b.get_value(ref).spec.numel)
+    _finish_sum(b, node, _sum(b, node, ref, dims, keepdim), b.get_value(ref).spec.numel)
 
 
 def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> Ref:
@@ -105,16 +103,16 @@ def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -
     return b.all_reduce(b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", pixels, *settings, like=like))
 
 
-def _finish_sum(b: Builder, node: Node, ref: Ref, total: Ref, numel: int | None) -> None:
-    """Divide a sum for a mean, over `numel` elements of each share of `ref`, and cast it to the result's type."""
+def _finish_sum(b: Builder, node: Node, total: Ref, numel: int | None) -> None:
+    """Divide a sum for a mean, over `numel` elements, and cast it to the result's type."""
     if numel is not None:
         # The count is known from the shapes: only sums travel.
-        count = numel * (b.stage.shares if b.is_batch_sharded(ref) else 1) // node.spec.numel
+        count = numel // node.spec.numel
         total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums)
     b.add_local_op(node.name, "aten._to_copy.default", total, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
-@register_rule("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
+@register_rule("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList")
 def reduce_sum(b: Builder, node: Node) -> None:
     """Sum or average over space, by local sums and an all-reduce, or over other axes, each pixel by itself."""
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
@@ -129,7 +127,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
         total = b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
     else:
         total = _sum(b, node, source, dims, keepdim)
-    _finish_sum(b, node, source, total, b.get_value(source).spec.numel if "mean" in node.operator else None)
+    _finish_sum(b, node, total, b.get_value(source).spec.numel if "mean" in node.operator else None)
 
 
 @register_kernel("tile.cross_entropy_sums")
@@ -193,16 +191,11 @@ def _align_labels(b: Builder, node: Node) -> tuple[dict[str, Ref], Places]:
     return pair, places
 
 
-@register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", tiled=("self", "target"), shared=True)
+@register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", tiled=("self", "target"))
 def cross_entropy_loss(b: Builder, node: Node) -> None:
     """Sum the loss of tiled scores (N, K, ...), and the divisor of its mean, over the ranks."""
     a = node.arguments
-    pair = {name: a[name] for name in ("self", "target")}
-    places: Places = ()
-    if any(map(b.is_tiled, pair.values())):
-        pair, places = _align_labels(b, node)
-    elif len(get_spec(b, pair["self"].name).shape) < 2:
-        raise make_shared_images_error(node, "takes the scores of all images for those of the classes of one")
+    pair, places = _align_labels(b, node)
     if a["reduction"] == _NONE:
         apply_locally(b, node, places, **{name: ref for name, ref in pair.items() if not b.is_tiled(ref)})
         return
@@ -218,17 +211,13 @@ _PIXEL_LOSSES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_mar
 _BINARY_LOSSES = "binary_cross_entropy", "binary_cross_entropy_with_logits"
 
 
-@register_rule(*(f"aten.{name}.default" for name in (*_PIXEL_LOSSES, *_BINARY_LOSSES)), shared=True)
+@register_rule(*(f"aten.{name}.default" for name in (*_PIXEL_LOSSES, *_BINARY_LOSSES)))
 def lower_pixel_loss(b: Builder, node: Node) -> None:
     """Compute the loss of each pixel by itself, and sum it over the tile and the ranks."""
-    source = next(ref for ref in node.arguments.values() if b.is_sharded(ref))
-    parts = align_arguments(b, node) if b.is_tiled(source) else node.arguments
+    source, parts = next(ref for ref in node.arguments.values() if b.is_tiled(ref)), align_arguments(b, node)
     first, second, *_ = node.arguments.values()
     # One of the two may be broadcast over the other: losses are as many as pixels of both.
-    shapes = [get_spec(b, ref.name).shape for ref in (first, second)]
-    if b.is_batch_sharded(source) and len(set(map(len, shapes))) > 1:
-        raise make_shared_images_error(node, f"compares each image with all images ({shapes[0]} and {shapes[1]})")
-    shape = torch.broadcast_shapes(*shapes)
+    shape = torch.broadcast_shapes(*(get_spec(b, ref.name).shape for ref in (first, second)))
     spec, reduction = replace(node.spec, shape=tuple(shape)), node.arguments["reduction"]
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     places = b.get_value(source).places
@@ -237,7 +226,7 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
         b.add_local_op(node.name, "aten.alias.default", losses, like=spec, axes=places)
         return
     total = _sum(b, node, losses, range(len(shape)), keepdim=False)
-    _finish_sum(b, node, source, total, spec.numel if reduction == _MEAN else None)
+    _finish_sum(b, node, total, spec.numel if reduction == _MEAN else None)
 
 
 # The divisor of a mean over class numbers, for labels in tiles or shares.
@@ -253,7 +242,7 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
     return weight.double()[torch.where(valid, target, 0).long()].mul(valid).sum()
 
 
-@register_rule("loss.counted.default", images=("target",), shared=True)
+@register_rule("loss.counted.default", tiled=("target",))
 def lower_count_labels(b: Builder, node: Node) -> None:
     """Count the rank's own labels, and sum the counts over the ranks of the stage."""
     target, weight, ignore_index = node.arguments.values()

@@ -1,0 +1,147 @@
+"""Operators without a rule that compute each image by itself, where ranks share the images of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.local_rules import apply_locally, get_spec, map_refs, split_arguments
+from mpi4dl_nb.engines.geometry.places import Place, Places
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
+from mpi4dl_nb.engines.program.instructions import DEVICE
+from mpi4dl_nb.engines.program.kernels import get_kernel
+
+FILLS = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty", "expand")
+_RESHAPED = ("view.default", "reshape.default", "_unsafe_view.default", "unflatten.int")
+SHAPED = {f"aten.{name}" for name in (*_RESHAPED, *(f"{name}.default" for name in FILLS))}
+"""Operators whose arguments include the shape of the result: of the same values, or of values that are alike."""
+_AXES = {"dim", "dims", "dimension", "dim0", "dim1", "dim2", "axis0", "axis1", "source", "destination"}
+# Operators that only move axes: the shapes of their results say where the images went.
+_MOVED = ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims")
+# Operators that add an axis, which they count among those of the result.
+_ADDING = ("unsqueeze", "stack")
+# Operators along the first axis, which no argument names; some only if there are no more than so many axes.
+_ALONG_FIRST = (
+    *("vstack", "vsplit", "flipud", "msort", "masked_scatter", "renorm", "hstack", "tril", "triu"),
+    *("take", "put", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", "segment_reduce"),
+)
+_IF_FEW_AXES = {"hstack": 1, "tril": 2, "triu": 2}
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def describe_image_axis(node: Node, sizes: Mapping[str, TensorSpec], reads_images: bool) -> str:
+    """Return how an operator works along the axis of the images, the first one; empty if it does not.
+
+    `reads_images`: the first value that it reads has an entry for each image. `sizes` are the specs of all values.
+    """
+    name = node.operator.removeprefix("aten.").split(".")[0]
+    ranks = [len(sizes[read].shape) for read in node.reads if read in sizes]
+    count = len(node.spec.shape) if node.spec and name in _ADDING else next(iter(ranks), 0)
+    # Axes, and numbers of entries, are those of what is read first: a table, perhaps, of which no rank has its own.
+    if reads_images and name not in _MOVED:
+        for argument in _AXES & node.arguments.keys() if name != "tile" else ():
+            dims = node.arguments[argument]
+            if any(type(dim) is int and count and dim % count == 0 for dim in _list_axes(dims)):
+                return f"works along the axis of the images ({argument}={dims})"
+        if _picks_images(node, sizes):
+            return "picks or writes images by their numbers"
+    along = name in _ALONG_FIRST and count <= _IF_FEW_AXES.get(name, count)
+    if along or (name in _RECURRENT and node.arguments.get("batch_first") is not True):
+        return "works along the first axis, that of the images"
+    repeats = node.arguments.get("dims" if name == "tile" else "repeats")
+    if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
+        return "repeats the images"
+    return ""
+
+
+def _list_axes(dims: Any) -> Sequence[Any]:
+    """Return the axes that an argument names; the first one, if it is all of them."""
+    if dims is None or dims in ([], ()):
+        return [0]
+    return dims if isinstance(dims, list | tuple) else [dims]
+
+
+def _picks_images(node: Node, sizes: Mapping[str, TensorSpec]) -> bool:
+    """Return whether an operator picks or writes entries of the first axis by their numbers in the whole batch."""
+    # A mask has an entry for each of the images that a rank has; numbers count those of all ranks.
+    indices = node.arguments.get("indices")
+    chosen = indices[0] if isinstance(indices, list | tuple) and indices else None
+    return chosen is not None and not (isinstance(chosen, Ref) and sizes[chosen.name].dtype == "bool")
+
+
+def lower_each_image(b: Builder, node: Node) -> bool:
+    """Lower an operator on the images of this rank, if it computes each image by itself; return whether it does."""
+    tiled = [Ref(name) for name in dict.fromkeys(node.reads) if b.is_tiled(Ref(name))]
+    layouts = [b.get_value(ref) for ref in tiled]
+    if b.stage.shares == 1 or any(value.places != (Place(-len(value.spec.shape)),) for value in layouts):
+        return False
+    of_several = len(tiled) > 1 and not node.operator.startswith("aten.")  # the second may number images of the first
+    if of_several or describe_image_axis(node, b.graph.specs, Ref(node.reads[0]) in tiled):
+        return False
+    # Values that every rank holds may have an entry for each image, too: along the first axis or, for the states of a
+    # recurrent layer, along the second one.
+    images = next(iter(b.graph.inputs.values())).shape[0]
+    whole = {name: get_spec(b, name).shape for name in node.reads if Ref(name) not in tiled and name in b.values}
+    by_axis = [{name: axis for name, shape in whole.items() if shape[axis : axis + 1] == (images,)} for axis in (0, 1)]
+    for cut in ({}, *filter(None, by_axis)):
+        # The same for all ranks of the stage.
+        key, find_places = ("images", node.name, *cut.values()), partial(_find_result_places, b, node)
+        if (places := b.memo.get_or_compute(key, (cut,), find_places)) is not None:
+            _apply_to_images(b, node, cut, places)
+            return True
+    return False
+
+
+def _apply_to_images(b: Builder, node: Node, cut: Mapping[str, int], places: Places) -> None:
+    """Run the operator on the rank's images, also of the whole values `cut`, along their axes."""
+    parts = {Ref(name): _cut_images(b, node, name, axis) for name, axis in cut.items()}
+    arguments = map_refs(lambda ref: parts.get(ref, ref), node.arguments)
+    apply_locally(b, replace(node, arguments=arguments), places)
+
+
+def _cut_images(b: Builder, node: Node, name: str, axis: int) -> Ref:
+    """Return this rank's images of a value that every rank holds."""
+    spec = get_spec(b, name)
+    (span,) = b.get_tiles((spec.shape[axis],))[b.rank]
+    return b.add_local_op(
+        f"{node.name}.{name}.images", "tile.cut", Ref(name), (axis,), ((span.start, span.stop),), like=spec
+    )
+
+
+def _find_result_places(b: Builder, node: Node, cut: Mapping[str, int]) -> Places | None:
+    """Return where the images are in the result of an operator, from its shapes for all images and for a rank's.
+
+    `cut` are whole values of which the rank's images are taken, with their axes. None: the images are not the first
+    axis of each result that is read.
+    """
+
+    def make(ref: Ref, is_share: bool) -> Tensor | str:
+        if ref == DEVICE:
+            return "meta"
+        value, sizes = b.get_value(ref), list(get_spec(b, ref.name).shape)
+        axis = value.places[0].dim if value.places else cut.get(ref.name)
+        if is_share and axis is not None:
+            sizes[axis] //= b.stage.shares
+        return torch.empty(sizes, dtype=getattr(torch, value.spec.dtype), device="meta")
+
+    def infer(is_share: bool) -> list[tuple[int, ...]]:
+        positional, keywords = map_refs(lambda ref: make(ref, is_share), split_arguments(node, {}))
+        result = get_kernel(node.operator)(*positional, **keywords)
+        if isinstance(result, Tensor):
+            return [tuple(result.shape)]
+        readers = (other for other in b.graph.nodes if other.operator == "getitem" and node.name in other.reads)
+        return [tuple(result[number].shape) for number in sorted({reader.arguments["1"] for reader in readers})]
+
+    try:
+        pairs = list(zip(infer(is_share=False), infer(is_share=True), strict=True))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):  # it cannot run on a part, or here
+        return None
+    follows = all(whole and (whole[0] // b.stage.shares, *whole[1:]) == share for whole, share in pairs)
+    places = {Place(-len(whole)) for whole, _ in pairs}
+    return tuple(places) if follows and len(places) == 1 else None
