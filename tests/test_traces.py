@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from mpi4dl_nb import Cluster, Training
@@ -13,6 +14,7 @@ from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.sizes import Sizes
+from mpi4dl_nb.engines.train import recipe
 from mpi4dl_nb.planning.plan_cache import PlanCache
 
 
@@ -41,8 +43,8 @@ def test_plans_with_micro_batches_of_one_shape_and_precision_share_a_trace(count
     assert [shape[0] for shape in counted] == [4, 8]  # with twice the images it shows whether the model mixes them
     assert known.get_graph(Plan(parts=2)).inputs["images"].shape == (2, 3, 32, 32)
     assert known.get_graph(Plan(precision="float64")).inputs["images"].dtype == "float64"
-    assert known.get_graph(Plan(local_dp=4)).share.inputs["images"].shape == (1, 3, 32, 32)
-    assert [shape[0] for shape in counted[2:]] == [2, 4, 1]  # the whole of what is shared was traced before
+    assert known.get_graph(Plan(local_dp=4)) is graph
+    assert [shape[0] for shape in counted[2:]] == [2, 4]
 
 
 def test_what_does_not_fit_is_said_before_anything_is_traced(counted):
@@ -86,6 +88,17 @@ def test_a_changed_model_is_traced_anew():
     model.train().requires_grad_()
     assert sizes.graph(plan, shape) is first
     assert plans.get_compiled(plan) is compiled
+
+
+def test_a_training_is_compiled_once_in_the_notebook(monkeypatch):
+    compiled, compile_plan = [], recipe.compile_plan
+    monkeypatch.setattr(recipe, "compile_plan", lambda graph, plan: compiled.append(plan) or compile_plan(graph, plan))
+    with Cluster(2, backend="loopback") as cluster:
+        training = Training(make_head(), Plan(split_size=1, slice_method="1x2"), cluster, (4, 3, 8, 8))
+        training.step(torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
+        with training.stepping(torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)) as stepping:
+            stepping.finish()
+        assert compiled == [training.plan]
 
 
 def test_traces_of_a_training_keep_the_modes_in_which_it_was_made():

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from mpi4dl_nb.engines.comm.device import choose_autocast_type
 from mpi4dl_nb.engines.comm.world import World
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.compiler.whole_loss import ImageWeights, compute_mean_loss
 from mpi4dl_nb.engines.errors import ImageError, TraceError
@@ -37,7 +36,6 @@ from mpi4dl_nb.engines.inference.rank_predictor import (
     join_predictions,
     prepare_prediction,
 )
-from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.training_events import Counts, Scores, count_predictions
@@ -134,14 +132,9 @@ class HeldOutSet:
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
         # The state stays empty: ranks predict with the weights that they train, without copies.
         with self._constants:
-            forward = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+            forward = prepare_prediction(self.model, plan, shape, self.recipe.device, with_state=False)
         _check_exact(forward, len(self.images))
         return forward
-
-    @cached_property
-    def programs(self) -> Sequence[Program]:
-        """The program of each rank for a step's predictions."""
-        return compile_plan(self.forward.graph, self.forward.plan)
 
     def check_loss(self) -> None:
         """Raise TraceError if the loss cannot evaluate single images by what the model answers in evaluation mode."""
@@ -236,7 +229,7 @@ class HeldOutSet:
             # The step is filled up with copies of its last image: only the first `members` are evaluated.
             labels = next(answer.labels for answer in answers if answer.labels is not None)[:members]
             whole = join_predictions(
-                self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
+                self.forward.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
             )[:members]
             whole = whole.to(_choose_loss_type(whole.dtype))
             pairs = zip(whole.split(1), labels.split(1), strict=True)

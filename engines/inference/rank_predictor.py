@@ -17,12 +17,12 @@ from mpi4dl_nb.engines.comm.device import (
     use_threads,
 )
 from mpi4dl_nb.engines.comm.world import World
-from mpi4dl_nb.engines.compiler.compile import Compiler, compile_plan
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.model_mixing import find_mixing
 from mpi4dl_nb.engines.compiler.operand_types import check_operand_types, trace_in_fitting_type
 from mpi4dl_nb.engines.compiler.operator_table import UserOps
 from mpi4dl_nb.engines.compiler.steps import describe_steps
-from mpi4dl_nb.engines.compiler.trace_cache import get_micro_batch_spec, get_shard_spec
+from mpi4dl_nb.engines.compiler.trace_cache import get_micro_batch_spec
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
@@ -40,18 +40,21 @@ Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, in host memory."""
 
 
-def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int], device: str = "auto") -> Recipe:
+def prepare_prediction(
+    model: nn.Module, plan: Plan, image_shape: Sequence[int], device: str = "auto", with_state: bool = True
+) -> Recipe:
     """Return the recipe by which ranks compute `model.eval()(images)`.
 
-    `image_shape` is (N, C, H, W) of one batch of the plan. The model is not changed. Raises TraceError or PlanError if
+    `image_shape` is (N, C, H, W) of one batch of the plan. Ranks that train hold the weights: `with_state` is false
+    for them. The model is not changed. Raises TraceError or PlanError if
     the model cannot run under the plan.
     """
     images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     graph = _trace(model, images, plan, device)
-    if plan.local_dp > 1:
-        graph = replace(graph, share=_trace(model, get_shard_spec(images, plan), plan, device))
-    compile_plan(graph, plan)
-    return Recipe(graph, plan, sgd, collect_state(model, None, graph), device, additions=UserOps.snapshot())
+    state = collect_state(model, None, graph) if with_state else {}
+    recipe = Recipe(graph, plan, sgd, state, device, additions=UserOps.snapshot())
+    _ = recipe.programs  # refused here, before any rank works
+    return recipe
 
 
 def _trace(model: nn.Module, images: TensorSpec, plan: Plan, device: str) -> ModelGraph:

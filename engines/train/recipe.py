@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 
 import torch
@@ -117,6 +117,17 @@ class Recipe(FactTable):
         scaled = self.plan.precision == "float16"
         return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
 
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of all ranks, compiled once.
+
+        They stay in this process: a rank compiles its own. Raises PlanError or TraceError if the plan does not fit.
+        """
+        return compile_plan(self.graph, self.plan)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "programs"}
+
     def restrict_to_rank(self, program: Program) -> Recipe:
         """Return the part of the recipe that one rank needs. Tensors that no rank changes go to rank 0 only.
 
@@ -173,7 +184,13 @@ def prepare(
     check_flags(parameters, owned)
     if parameters:
         check_groups(optimiser, parameters, owned)
-    programs, state = compile_plan(graph, plan), collect_state(model, loss, graph)
+    names = collect_state_names(model, loss, used)
+    seed, additions = torch.initial_seed(), UserOps.snapshot()
+    state = collect_state(model, loss, graph)
+    recipe = Recipe(
+        graph, plan, optimiser, state, device, seed, additions, clip_norm, scheduler, names=names, parameters=parameters
+    )
+    held = [graph.trainable & set(program.weights) for program in recipe.programs]
     if plan.compile_segments:
         check_compiler(choose_autocast_type(device))
     if scheduler and parameters:
@@ -182,20 +199,13 @@ def prepare(
         )
     # An optimiser for GPUs only (fused kernels) cannot step here: its trial is skipped unless ranks use the CPU.
     on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
-    check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
-    names = collect_state_names(model, loss, used)
-    seed, additions = torch.initial_seed(), UserOps.snapshot()
-    return Recipe(
-        graph, plan, optimiser, state, device, seed, additions, clip_norm, scheduler, names=names, parameters=parameters
-    )
+    check_on_ranks(optimiser, parameters, state, held, on_cpu)
+    return recipe
 
 
 def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
-    """Return the graph, and the graph of a share of its images, with the weights in `frozen` not trainable."""
-    if not frozen & graph.trainable:
-        return graph
-    share = graph.share and freeze_weights(graph.share, frozen)
-    return replace(graph, trainable=graph.trainable - frozen, share=share)
+    """Return the graph with the weights in `frozen` not trainable."""
+    return replace(graph, trainable=graph.trainable - frozen) if frozen & graph.trainable else graph
 
 
 def warn_of_differences(model: nn.Module, loss: Loss, recipe: Recipe, stacklevel: int) -> None:

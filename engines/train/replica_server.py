@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.update import OptimiserStep
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, VersionTracker
@@ -79,8 +78,7 @@ class ParameterStore:
 
 def list_trained_weights(recipe: Recipe) -> list[list[str]]:
     """Return the weights that each rank of a replica trains, in the rank's order."""
-    programs = compile_plan(recipe.graph, recipe.plan)
-    return [[name for name in program.weights if name in recipe.graph.trainable] for program in programs]
+    return [[name for name in program.weights if name in recipe.graph.trainable] for program in recipe.programs]
 
 
 def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:

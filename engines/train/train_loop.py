@@ -10,7 +10,6 @@ from typing import Protocol
 
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.comm.world import World
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
 from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
@@ -93,11 +92,12 @@ def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Reci
     try:
         graph = traces.with_batch(images // plan.batches).get_graph(plan)
         graph = freeze_weights(graph, graph.trainable - recipe.graph.trainable)
-        compile_plan(graph, plan)
+        smaller = replace(recipe, graph=graph, plan=plan, state={}, names={})
+        _ = smaller.programs  # refused here, where it can be told why there are fewer images
     except (TraceError, ImageError, PlanError) as error:
         why = f"The last step of an epoch has {images} images. {_WAY_OUT}, or mend this: {error}"
         raise type(error)(why) from error
-    return replace(recipe, graph=graph, plan=plan, state={}, names={})
+    return smaller
 
 
 # The training loop on one rank, step by step: from images to weights.

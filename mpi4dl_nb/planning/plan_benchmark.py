@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mpi4dl_nb.cluster.cluster import Cluster
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import Mpi4dlError
 from mpi4dl_nb.engines.predict.candidates import Measurement
 from mpi4dl_nb.engines.program.worker import Inputs
@@ -46,11 +45,10 @@ class PlanTrial:
         try:
             if not self._inputs:
                 recipe = self.recipe()
-                programs = compile_plan(recipe.graph, recipe.plan)
                 whole = make_batches(recipe, 0, steps=1)[0]
-                recipes = [(recipe.restrict_to_rank(program),) for program in programs]
+                recipes = [(recipe.restrict_to_rank(program),) for program in recipe.programs]
                 self.cluster.call(rank_functions.create, self.name, (), self.name, per_rank=recipes)
-                self._inputs = [(cut_inputs(program, whole),) for program in programs]
+                self._inputs = [(cut_inputs(program, whole),) for program in recipe.programs]
             if last:
                 peaks = self.cluster.call(rank_functions.measure_bytes, self.name, per_rank=self._inputs)
                 self.peak_bytes = tuple(peaks)

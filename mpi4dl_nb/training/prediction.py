@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
 from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes
 from mpi4dl_nb.engines.graph.default_type import use_default_type_of
@@ -117,9 +116,8 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
         )
     shape = (batch[0] * training.plan.parts, *images.shape[1:])
     with use_default_type_of(training.recipe.graph):
-        recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
+        recipe = prepare_prediction(training.model, training.plan, shape, training.recipe.device, with_state=False)
     images = cast_numbers("images", images, recipe.step_specs["images"])
-    programs = compile_plan(recipe.graph, training.plan)
     count = shape[0] * training.plan.batches
     if not is_exact(recipe, len(images), at_once=True):
         beside = recipe.graph.inputs["images"].shape[0]
@@ -136,9 +134,11 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
         for part in images.split(count):
             # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
             filled = part[torch.arange(count) % len(part)]
-            replies = call("predict", per_rank=[(cut_inputs(program, {"images": filled}),) for program in programs])
+            replies = call(
+                "predict", per_rank=[(cut_inputs(program, {"images": filled}),) for program in recipe.programs]
+            )
             predictions.append(
-                join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)]
+                join_predictions(recipe.programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)]
             )
     return torch.cat(predictions)
 

@@ -313,7 +313,7 @@ class Training(TrainingHandle):
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
             (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
-            for program in compile_plan(recipe.graph, recipe.plan)
+            for program in recipe.programs
         ]
         line.update(f"Comparing with one process: {len(whole)} steps on {self.cluster.n} ranks ...")
         try:

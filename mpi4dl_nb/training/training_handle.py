@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpi4dl_nb.cluster.cluster import Cluster, get_public_names
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.labels import format_causes
 from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.compiler.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
@@ -26,6 +25,7 @@ from mpi4dl_nb.engines.graph.python_values import TracedValues
 from mpi4dl_nb.engines.inference.evaluation import collect_state_dict
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import check_fits
+from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.program.update import Scheduler
 from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.checkpoint_load import open_checkpoint
@@ -84,9 +84,9 @@ class TrainingHandle:
             model, plan, image_shape, *settings, self.traces.get_graph(plan)
         )
         with show_status(f"Tracing {type(model).__name__} ...", LATER_S) as line:
-            self.recipe = self._prepare(plan)
+            self.traces.get_graph(plan)
             line.update(f"Compiling {plan.summary} ...")
-            self.programs = compile_plan(self.recipe.graph, plan)
+            self.recipe = self._prepare(plan)
         warn_of_differences(model, self.loss, self.recipe, stacklevel=2)
         self.name = uuid.uuid4().hex
         self.identity = self.name  # in checkpoints; `load` takes over that of the checkpoint
@@ -102,13 +102,18 @@ class TrainingHandle:
         updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
         self._traced = TracedValues(model, self.loss, updated, self.traces.kept_outside)
 
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of all ranks for a step."""
+        return self.recipe.programs
+
     def check_unchanged(self) -> None:
         """Raise PlanError if a value of the model or the loss that the trace has taken was changed since then."""
         self._traced.check()
 
     def _create(self) -> None:
         # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
-        self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
+        self._sizes = {count_step_images(self.recipe): self.recipe}
         recipes = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
         with self.cluster.turn:
             freed = tuple(self.cluster.freed)
@@ -138,9 +143,9 @@ class TrainingHandle:
         #
         # Pixels beside a tile are not sent: ranks exchange them layer by layer.
         self.check_unchanged()
-        recipe, programs = self._sizes[count or count_step_images(self.recipe)]
+        recipe = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
-        parts = [(cut_inputs(program, whole),) for program in programs]
+        parts = [(cut_inputs(program, whole),) for program in recipe.programs]
         with self.cluster.turn, self.explain_failure():
             answers = self.cluster.call(
                 rank_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
@@ -177,9 +182,8 @@ class TrainingHandle:
         """
         if images not in self._sizes:
             recipe = make_smaller_recipe(self.recipe, self.traces, images)
-            programs = compile_plan(recipe.graph, recipe.plan)
             self.cluster.call(rank_functions.add_size, self.name, recipe)
-            self._sizes[images] = recipe, programs
+            self._sizes[images] = recipe
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -189,7 +193,7 @@ class TrainingHandle:
     def record_step(self, reports: list[StepReport], images: int) -> None:
         """Record a completed step of so many images, and the reports of its ranks."""
         # A smaller step may have other instructions: with `fused_layers="auto"`, other layers are fused.
-        self.reports, self.reported, self.steps = reports, self._sizes[images][0], self.steps + 1
+        self.reports, self.reported, self.steps = reports, self._sizes[images], self.steps + 1
 
     def is_whole(self) -> bool:
         """Return whether all ranks hold the training, with exactly as many updates as the notebook has counted."""
@@ -246,7 +250,7 @@ class TrainingHandle:
             # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
             if recipe is not self.recipe or None in self.cluster.call(rank_functions.get_updates, self.name):
                 warn_of_mean(recipe.graph, plan, stacklevel=2)
-                self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
+                self.plan, self.recipe = plan, recipe
                 self._create()
                 self.feed_state, self.steps = None, 0
             self.cluster.call(rank_functions.load, self.name, checkpoint.path)
