@@ -38,7 +38,7 @@ from mpi4dl_nb.engines.plan.layout import check_fits
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import Compute
-from mpi4dl_nb.engines.program.message_buffers import SendQueue
+from mpi4dl_nb.engines.program.message_buffers import Index, SendQueue
 from mpi4dl_nb.engines.program.segment import Segment
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import choose_thread_count
@@ -115,7 +115,7 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     #     image tile --exchange--> window --conv2d--> output
     #                <--adjoint---        <--backward--
     forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
-    (exchange,) = (item for item in forward if item.kind == "halo")
+    (exchange,) = (item for item in forward if isinstance(item, Exchange))
     (op,) = (op for item in forward for op in item.local_ops if "conv2d" in op.kernel)
     device = choose_device(case.device, world.rank)
     dtype = getattr(torch, case.plan.precision)
@@ -127,10 +127,11 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     return make_exchange_runners([exchange], world, device, SendQueue())[exchange.name], convolution
 
 
-def run_forward(runner: ExchangeRunner, source: Tensor | None) -> Tensor | None:
-    """Run a whole exchange, and return this rank's window (None if it wants none)."""
+def run_forward(runner: ExchangeRunner, source: Tensor | None) -> Tensor:
+    """Run a whole exchange, and return this rank's window."""
     started, _sent = runner.start_forward(source)
-    return next(iter(runner.wait_forward(started)), None)
+    (window,) = runner.wait_forward(started)
+    return window
 
 
 def run_backward(runner: ExchangeRunner, grad: Tensor | None, source: Tensor | None) -> None:
@@ -160,12 +161,18 @@ def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int
     return values.contiguous(memory_format=choose_memory_format(4))
 
 
+def _make_place(tile: Tile, frame: Tile) -> Index:
+    """Return the index of a tile's pixels in a tensor of those of `frame`."""
+    return (..., *tile.to_slices(frame))
+
+
 def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     """Check that every window and gradient is bitwise right, and that <Fx, y> = <x, F*y>; collective."""
     exchange, device = runner.exchange, runner.device
-    pixels = make_pattern(exchange, exchange.own, device)
-    grad = make_pattern(exchange, exchange.window, device, salt=1 + world.rank)
-    windows = world.all_gather(exchange.window)
+    own, frame = exchange.own_tile, exchange.window_tile
+    pixels = make_pattern(exchange, own, device)
+    grad = make_pattern(exchange, frame, device, salt=1 + world.rank)
+    windows = world.all_gather(frame)
     # Forward F puts the neighbours' borders around a tile, backward F* adds up the gradients of all copies of a pixel:
     #
     #     rank 0    tile  p q r    window  p q r s        gradient of r = that in window 0 + that in window 1
@@ -176,18 +183,19 @@ def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     source = pixels.clone()
     run_backward(runner, grad.clone(memory_format=torch.preserve_format), source)
     # The window cut out of the whole image, with the fill value around the image.
-    inside = exchange.window & Tile.whole(*exchange.shape[-2:])
-    expected = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
-    expected[..., *inside.to_slices(exchange.window)] = make_pattern(exchange, inside, device)
+    inside = frame & Tile.whole(*exchange.shape[-2:])
+    expected = make_pattern(exchange, frame, device).fill_(exchange.fill)
+    expected[_make_place(inside, frame)] = make_pattern(exchange, inside, device)
     # The gradients of this rank's pixels, summed over all windows that contain them.
     expected_grad = torch.zeros_like(pixels)
     for rank, window in enumerate(windows):
-        if seen := window & exchange.own:
-            expected_grad[..., *seen.to_slices(exchange.own)] += make_pattern(exchange, seen, device, salt=1 + rank)
+        if seen := window & own:
+            expected_grad[_make_place(seen, own)] += make_pattern(exchange, seen, device, salt=1 + rank)
+    source_grad = torch.zeros_like(source) if source.grad is None else source.grad
     right = (
         torch.equal(copied, expected)
         and torch.equal(made_in_place, expected)
-        and torch.equal(source.grad, expected_grad)
+        and torch.equal(source_grad, expected_grad)
     )
 
     def compute_dot(one: Tensor, other: Tensor) -> float:
@@ -195,7 +203,7 @@ def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
         return (one.double() * other.double()).sum().item()
 
     # Forward F and backward F* are adjoint only over all ranks together: a pixel meets the gradients of other ranks.
-    reports = world.all_gather((right, compute_dot(copied, grad), compute_dot(pixels, source.grad)))
+    reports = world.all_gather((right, compute_dot(copied, grad), compute_dot(pixels, source_grad)))
     there, back = (sum(report[side] for report in reports) for side in (1, 2))
     return all(report[0] for report in reports) and there == back
 
@@ -220,17 +228,18 @@ class ManualExchange:
     def __init__(self, world: MpiWorld, exchange: Exchange, device: torch.device) -> None:
         from mpi4dl_nb.engines.comm.raw_mpi import RawMessages  # mpi4py starts MPI when it is imported
 
-        shape = exchange.compute_shape(exchange.window)
+        frame = exchange.window_tile
+        shape = exchange.compute_shape(frame)
         dtype = getattr(torch, exchange.dtype)
         self.window, self.grad = (
             torch.zeros(shape, dtype=dtype, device=device).to(memory_format=choose_memory_format(len(shape)))
             for _ in range(2)
         )
-        self.tile = self.window[..., *exchange.own.to_slices(exchange.window)]
+        self.tile = self.window[_make_place(exchange.own_tile, frame)]
 
         def make_strip(move: Move) -> _StripBuffer:
-            place = move.tile.to_slices(exchange.window)
-            pixels, grad = self.window[..., *place], self.grad[..., *place]
+            place = _make_place(move.tile, frame)
+            pixels, grad = self.window[place], self.grad[place]
             buffer = torch.empty(pixels.shape, dtype=dtype, memory_format=torch.channels_last)
             # MPI reads and writes the buffer, which is pinned if a GPU copies to it.
             return _StripBuffer(pixels, grad, buffer.pin_memory() if pixels.is_cuda else buffer)
@@ -291,10 +300,11 @@ def bench_halo(
     gathered = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
     ranks, sent, messages = zip(*gathered, strict=True)
     ways: dict[str, dict[str, object]] = {}
+    totals: dict[str, dict[str, float]] = {}
     for way in ("forward", "backward"):  # each list in rank order
         names = [name.partition(".")[2] for name in works if name.startswith(way)]
         ms = {name: [round(statistics.median(rank[f"{way}.{name}"]) * 1e3, 4) for rank in ranks] for name in names}
-        total = {name: sum(ms[name]) for name in names}
+        total = totals[way] = {name: sum(ms[name]) for name in names}
         ways[way] = {
             **ms,
             "spread": [compute_quartile_spread(rank[f"{way}.ms"]) for rank in ranks],
@@ -304,7 +314,7 @@ def bench_halo(
         if "copied_ms" in total:
             ways[way]["ratio_copied"] = round(total["copied_ms"] / total["by_hand_ms"], 3)
     # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
-    both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
+    both = {key: sum(total[key] for total in totals.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
     return {
         **checked,
         "ranks": world.size,
@@ -324,7 +334,7 @@ def _make_works(
     runner: ExchangeRunner, by_hand: ManualExchange, convolution: Segment | None
 ) -> dict[str, Callable[[], Callable[[], object]]]:
     """Return the variants by name: each prepares a run and returns the function to be timed (see `time_shuffled`)."""
-    pixels = make_pattern(runner.exchange, runner.exchange.own, runner.device)
+    pixels = make_pattern(runner.exchange, runner.exchange.own_tile, runner.device)
     grad = torch.ones_like(run_forward(runner, pixels))
 
     def prepare_forward() -> Callable[[], object]:
@@ -335,7 +345,7 @@ def _make_works(
         source = pixels.detach()
         return lambda: run_backward(runner, grad, source)
 
-    works = {
+    works: dict[str, Callable[[], Callable[[], object]]] = {
         "forward.ms": prepare_forward,
         "forward.by_hand_ms": lambda: by_hand.prepare(pixels),
         "forward.messages_ms": lambda: by_hand.messages_there,

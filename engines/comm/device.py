@@ -52,7 +52,7 @@ def choose_device(wish: str, rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if not count:
         raise PlanError(f"device={wish!r}, but torch sees no GPU here. Use device='auto' or 'cpu'.")
-    if device.index is None:
+    if device == torch.device(device.type):  # without a number
         # By the number on this host: ranks 0 and 4 may be on different hosts, each with 4 GPUs.
         return torch.device("cuda", _read_env_int(_RANK_HERE, rank) % count)
     if device.index >= count:

@@ -148,19 +148,20 @@ class _PersistentRequests:
 
     def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.world, self.sends, self.receives = world, sends, receives
-        self.comm: MPI.Intracomm | None = None
+        self.comm: MPI.Comm | None = None
+        self.requests: list[MPI.Prequest] = []
         self.pending = _Requests([], [], world)
 
     def __call__(self) -> Pending:
         with self.world:
             comm = self.world.comm
             if self.comm is not comm:  # the first call, or the first after a failure
-                requests = [comm.Recv_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
-                requests += [comm.Send_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
+                self.requests = [comm.Recv_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
+                self.requests += [comm.Send_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
                 buffers = [message.tensor for message in (*self.receives, *self.sends)]
-                self.comm, self.pending = comm, _Requests(requests, [], self.world, buffers)
+                self.comm, self.pending = comm, _Requests(self.requests, [], self.world, buffers)
             _wait_for_streams(self.pending.buffers)
-            MPI.Prequest.Startall(self.pending.requests)
+            MPI.Prequest.Startall(self.requests)
         return self.pending
 
 
@@ -170,7 +171,7 @@ class MpiWorld(World):
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._set_comm((comm or MPI.COMM_WORLD).Dup())
 
-    def _set_comm(self, comm: MPI.Intracomm) -> None:
+    def _set_comm(self, comm: MPI.Comm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +24,27 @@ from torch import Tensor
 from mpi4dl_nb.engines.comm.device import has_own_memory
 
 
-class DeviceEvent:
-    """A point in the sequence of operations enqueued on a device, as a CUDA event; of one without a queue, passed."""
+class DeviceEvent(Protocol):
+    """A point in the sequence of operations enqueued on a device, as a CUDA event."""
 
     def query(self) -> bool:
         """Return at once whether the device has passed the event."""
-        return True
 
     def synchronize(self) -> None:
         """Return when the device has passed the event."""
 
 
-_PASSED = DeviceEvent()
+class _PassedEvent:
+    """An event of a device without a queue."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+_PASSED = _PassedEvent()
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -49,7 +59,7 @@ def wait_for_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def record_event(device: torch.device, memory: torch.device) -> DeviceEvent | torch.cuda.Event:
+def record_event(device: torch.device, memory: torch.device) -> DeviceEvent:
     """Record an event on this thread's stream: once passed, what was copied to `memory` before may be read.
 
     If `memory` is the device itself, no event is needed: its readers there are enqueued in order.

@@ -33,7 +33,7 @@ class Message:
 class Pending(Protocol):
     """Communication in flight."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when it is complete. Raises RankError if a rank fails meanwhile, instead of waiting for ever."""
 
     def is_completed(self) -> bool:

@@ -26,7 +26,7 @@ from mpi4dl_nb.engines.program.effects import LocalOp, Phase
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
 from mpi4dl_nb.engines.program.kernels import SLOT_ARGUMENTS
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program
-from mpi4dl_nb.engines.program.segment import find_in_place, find_last_reads, find_out_kernel
+from mpi4dl_nb.engines.program.segment import find_in_place, find_last_reads, has_out_kernel
 
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
 
@@ -89,7 +89,8 @@ class _SegmentCounter:
         """Return the tally of the segment and register its outputs as values of the rank; to be called once."""
         for name in self.segment.inputs:
             self._enter(name, self.way.values[name], self.way.lies_in[name])
-        inside, calls = MemoryTracker(), []
+        inside = MemoryTracker()
+        calls: list[_SegmentCall] = []
         for op, of_no_use in zip(self.segment.ops, find_last_reads(self.segment), strict=True):
             calls += self._count_forward(op, inside)
             for name in of_no_use:
@@ -168,7 +169,7 @@ class _SegmentCounter:
             if output.shares is None:
                 self.fresh[name] = output.bytes
         rooms = self.way.way.rooms
-        if call.op.out in rooms and find_out_kernel(self.segment, call.op, rooms) is not None:
+        if has_out_kernel(self.segment, call.op, rooms):
             # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
             # window.
             ((window, spec),) = rooms[call.op.out].get_effects(Phase.FORWARD).specs.items()
@@ -340,7 +341,7 @@ class _DirectionCounter:
             self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead
             inputs[name] = part.bytes
         for item, effects in zip(self.way.forward, self.way.effects, strict=True):
-            if item.is_local:
+            if isinstance(item, Compute):
                 segments[item.name] = _SegmentCounter(item, self).build_tally()
                 continue
             for name, spec in effects.specs.items():

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import ClassVar
 
+from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.tiles import Axes, Move, Plane, Tile
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Messages, MessageSpec, Phase
@@ -69,6 +70,20 @@ class Exchange(Instruction):
     def key(self) -> str:
         """The name of the exchange, which its two halves share."""
         return self.name if self.begins and self.ends else self.name.rpartition(" ")[0]
+
+    @property
+    def own_tile(self) -> Tile:
+        """`own` on a rank that holds some of the source. Raises PlanError on any other."""
+        if self.own is None:
+            raise PlanError(f"{self.name}: this rank holds nothing of {self.source}. Ask a rank that does.")
+        return self.own
+
+    @property
+    def window_tile(self) -> Tile:
+        """`window` on a rank that needs one. Raises PlanError on any other."""
+        if self.window is None:
+            raise PlanError(f"{self.name}: this rank needs no window of {self.source}. Ask a rank that does.")
+        return self.window
 
     @property
     def parts(self) -> tuple[tuple[str, Tile], ...]:

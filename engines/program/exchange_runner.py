@@ -47,13 +47,14 @@ class ReceivedMessage:
 class StartedExchange:
     """An exchange in flight: its messages, and the buffers that are `expected` to be filled.
 
-    `parts` are the window or strips to fill; in the backward pass, their gradients, to be added at the end. `adds` is
-    false if the arriving gradients are all that the source gets.
+    `parts` are the window or strips to fill; in the backward pass, `grads` are their gradients, to be added at the end.
+    `adds` is false if the arriving gradients are all that the source gets.
     """
 
     pending: Pending
     expected: Sequence[MessageBuffer]
-    parts: Sequence[Tensor | None]
+    parts: Sequence[Tensor] = ()
+    grads: Sequence[Tensor | None] = ()
     adds: bool = True
 
 
@@ -136,14 +137,16 @@ class ExchangeRunner:
             # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading may
             # have moved it.
             held = None if source is None else (source.data_ptr(), source.stride())
-            in_place = window is not None and held == self._next_source
-            parts = [window] if in_place else [self._make_part(part) for part in range(len(self._tiles))]
+            if held != self._next_source:
+                window = None
+            parts = [self._make_part(part) for part in range(len(self._tiles))] if window is None else [window]
             messages = self._get_message_set(source, parts)
-            packed = self._fill(messages.sent, [source[message.index] for message in messages.sent])
-            pending = self.send_queue.start_after(packed, messages.start_forward)
+            contents = [] if source is None else [source[message.index] for message in messages.sent]
+            pending = self.send_queue.start_after(self._fill(messages.sent, contents), messages.start_forward)
             # Copy the rank's own pixels while the messages are in transit.
-            for part, here, there in () if in_place else self._kept:
-                parts[part][there].copy_(source[here])
+            if source is not None and window is None:
+                for part, here, there in self._kept:
+                    parts[part][there].copy_(source[here])
         return StartedExchange(pending, messages.received, parts), self._forward_bytes
 
     def wait_forward(self, started: StartedExchange) -> Sequence[Tensor]:
@@ -154,8 +157,8 @@ class ExchangeRunner:
             for message, part, here, there in self._arrivals:
                 started.parts[part][there].copy_(arrived[message][here])
         else:
-            for message, pixels in zip(started.expected, arrived, strict=True):
-                started.parts[0][message.index].copy_(pixels)
+            for expected, pixels in zip(started.expected, arrived, strict=True):
+                started.parts[0][expected.index].copy_(pixels)
         if self.received is not None:
             for move, expected in zip(self.exchange.receives, started.expected, strict=True):
                 self.received.append(ReceivedMessage(move, None, expected.pixels.clone(), expected.pixels.clone()))
@@ -168,21 +171,22 @@ class ExchangeRunner:
         """
         # If every pixel was sent to exactly one rank and none stays, the arriving gradients cover the source exactly
         # once: they can be received straight into uninitialised memory instead of being added to zeros.
-        first = source is not None and source.grad is None and self._sends_all_once
-        if first:
-            source.grad = torch.empty_like(source)
-        messages = self._get_message_set(source.grad if first else None, grads)
-        if not self.exchange.strips and all(grad is not None for grad in grads):
-            contents = [grads[0][message.index] for message in messages.received]
+        first: Tensor | None = None
+        if source is not None and source.grad is None and self._sends_all_once:
+            first = source.grad = torch.empty_like(source)
+        messages = self._get_message_set(first, grads)
+        window_grad = None if self.exchange.strips else next(iter(grads), None)
+        if window_grad is not None:
+            contents = [window_grad[message.index] for message in messages.received]
         else:
             # A pixel may be in several strips, so the gradients are summed per message first: on the device, where the
             # gradients are, then copied into the message once.
             contents = [torch.zeros_like(message.pixels, device=self.device) for message in messages.received]
             for message, part, here, there in self._arrivals:
-                if grads[part] is not None:
-                    contents[message][here].add_(grads[part][there])
+                if (grad := grads[part]) is not None:
+                    contents[message][here].add_(grad[there])
         pending = self.send_queue.start_after(self._fill(messages.received, contents), messages.start_backward)
-        return StartedExchange(pending, messages.sent, grads, adds=not first), self._backward_bytes
+        return StartedExchange(pending, messages.sent, grads=grads, adds=first is None), self._backward_bytes
 
     def wait_backward(self, started: StartedExchange, source: Tensor | None, alone: bool) -> None:
         """Wait, and add all gradients to that of `source` (unless it is None): the rank's own and received ones.
@@ -190,23 +194,23 @@ class ExchangeRunner:
         `alone`: nothing else is added to the gradient of `source`, so that it may remain a view of the window's
         gradient.
         """
-        grads = started.parts
         if source is not None and started.adds:  # the gradients of the pixels that stayed on this rank
-            if self._keeps_all and source.grad is None and grads[0] is not None:
-                grad = grads[0][self._kept[0][2]]
+            if self._keeps_all and source.grad is None and (window_grad := started.grads[0]) is not None:
+                kept = window_grad[self._kept[0][2]]
                 # Other readers add to it in place.
-                source.grad = grad if alone else torch.empty_like(source).copy_(grad)
+                source.grad = kept if alone else torch.empty_like(source).copy_(kept)
             else:
-                source.grad = torch.zeros_like(source) if source.grad is None else source.grad
+                total = _get_gradient(source)
                 for part, here, there in self._kept:
-                    if grads[part] is not None:
-                        source.grad[here].add_(grads[part][there])
+                    if (grad := started.grads[part]) is not None:
+                        total[here].add_(grad[there])
         self._finish(started)
         if source is None:
             return
+        total = _get_gradient(source)
         arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
         for move, message, pixels in zip(self.exchange.sends, started.expected, arrived, strict=True):
-            place = source.grad[message.index]
+            place = total[message.index]
             before = place.clone() if started.adds and self.received is not None else None
             place.add_(pixels) if started.adds else place.copy_(pixels)
             if self.received is not None:
@@ -242,6 +246,13 @@ class ExchangeRunner:
         for index in self._outside[number]:
             part[index].fill_(self.exchange.fill)
         return part
+
+
+def _get_gradient(tensor: Tensor) -> Tensor:
+    """Return the gradient of a tensor, to be added to: zero at first."""
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
 
 
 def make_exchange_runners(

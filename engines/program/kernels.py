@@ -53,7 +53,7 @@ def _is_slow(x: Tensor) -> bool:
         (x.device.type, x.dtype) == ("cpu", torch.float32)
         and torch.get_num_threads() == 1
         and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)  # a property that PyTorch declares by its descriptor
         and x.numel() > _SMALL
         and x.shape[-2] * x.shape[-1] >= _FEW_PX
     )
@@ -201,11 +201,11 @@ class _Normalise(torch.autograd.Function):
         mean, variance, deviations = _compute_statistics(moments, ctx.parts, ctx.count)
         kind = get_sum_type(x)
         low = mean.to(kind), variance.to(kind)
-        affine = [None if vector is None else vector.to(kind) for vector in (weight, bias)]
-        ctx.save_for_backward(x, *low, variance, deviations, affine[0])
+        gain, shift = (None if vector is None else vector.to(kind) for vector in (weight, bias))
+        ctx.save_for_backward(x, *low, variance, deviations, gain)
         ctx.eps, ctx.types = eps, [None if v is None else v.dtype for v in (weight, bias)]
         # The operator itself: `functional.batch_norm` of torch 2.11 refuses eps = 0.
-        return torch.batch_norm(x, *affine, *low, False, 0.0, eps, torch.backends.cudnn.enabled)
+        return torch.batch_norm(x, gain, shift, *low, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

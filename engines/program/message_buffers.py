@@ -48,7 +48,7 @@ def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) ->
     # | send to 0 |pad| send to 2 |pad| receive from 0 |pad| receive from 2 |pad|    the next exchange begins at 0, too
     buffers, used = [], 0
     for move in (*exchange.sends, *exchange.receives):
-        buffers.append(_make_buffer(exchange, move, lambda count, start=used: arena[start : start + count]))
+        buffers.append(_make_buffer(exchange, move, partial(arena.narrow, 0, used)))
         used += -(-exchange.compute_bytes([move]) // ALIGNED_BYTES) * ALIGNED_BYTES  # rounded up
     return _make_message_set(exchange, buffers, world.prepare)
 
@@ -112,7 +112,7 @@ def _make_buffer(
 ) -> MessageBuffer:
     """Make a message whose buffer is its region of `whole` if that is contiguous, else `memory` to pack pixels into."""
     is_sent, dtype = move in exchange.sends, getattr(torch, exchange.dtype)
-    peer, frame = (move.target, exchange.own) if is_sent else (move.source, exchange.window)
+    peer, frame = (move.target, exchange.own_tile) if is_sent else (move.source, exchange.window_tile)
     index, shape = make_index(exchange, move.tile, frame), exchange.compute_shape(move.tile)
     is_image = choose_memory_format(len(shape)) is torch.channels_last
     if whole is not None and whole.dtype == dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.program.effects import Instruction, Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, StartedExchange
-from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction
+from mpi4dl_nb.engines.program.instructions import AllReduce, Compute
 from mpi4dl_nb.engines.program.program import DirectionProgram, LiveValues
 from mpi4dl_nb.engines.program.segment import Segment
 
@@ -42,7 +42,7 @@ class MicroBatchState(LiveValues[Tensor]):
 
     runtime: Runtime
     direction_program: DirectionProgram
-    inputs: Mapping[str, Tensor]
+    inputs: InitVar[Mapping[str, Tensor]]
     seed: int
     loss_gradient: float
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -57,11 +57,12 @@ class MicroBatchState(LiveValues[Tensor]):
     # By exchange, from where it begins to where it ends.
     _under_way: dict[str, StartedExchange] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.values.update(self.inputs)
-        self.leaves.update(self.inputs)
+    def __post_init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.input_names = frozenset(inputs)
+        self.values.update(inputs)
+        self.leaves.update(inputs)
 
-    def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
+    def run_instruction(self, instruction: Instruction, phase: Phase) -> int:
         """Run one instruction and return the bytes that it sent."""
         sent = KERNELS[type(instruction)](self, instruction, phase)
         if phase is Phase.FORWARD:
@@ -94,7 +95,7 @@ class MicroBatchState(LiveValues[Tensor]):
 
     def end_step(self) -> None:
         """Keep only the values that outlive the step."""
-        kept = self.direction_program.kept_to_end | self.inputs.keys()
+        kept = self.direction_program.kept_to_end | self.input_names
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
         self.values = {name: value for name, value in self.values.items() if name in kept}
 

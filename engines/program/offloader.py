@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.engines.formatting import format_bytes
-from mpi4dl_nb.engines.program.effects import Phase
-from mpi4dl_nb.engines.program.instructions import Compute, ModelInstruction
+from mpi4dl_nb.engines.program.effects import Instruction, Phase
+from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
 from mpi4dl_nb.engines.program.program import LEAST_BYTES
 
@@ -225,20 +225,20 @@ class OffloadingMicroBatch(MicroBatchState):
 
     offloader: Offloader = field(kw_only=True)
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
-    _touched: dict[str, ModelInstruction] = field(default_factory=dict)
-    _going_back: ModelInstruction | None = None
+    _touched: dict[str, Instruction] = field(default_factory=dict)
+    _going_back: Instruction | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, inputs: Mapping[str, Tensor]) -> None:
         # The caller's pixels, in tensors of their own memory, so that moving one moves nothing else.
-        self.inputs = {
-            name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-            for name, part in self.inputs.items()
-        }
-        super().__post_init__()
-        self._begun = list(self.inputs)
-        self.inputs = dict.fromkeys(self.inputs)  # names only, so that inputs can be freed  # type: ignore[arg-type]
+        super().__post_init__(
+            {
+                name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+                for name, part in inputs.items()
+            }
+        )
+        self._begun = list(inputs)
 
-    def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
+    def run_instruction(self, instruction: Instruction, phase: Phase) -> int:
         """Run one instruction with all that it reads in memory, and offload what it made; return the bytes sent."""
         if phase is Phase.FORWARD:
             names = instruction.get_effects(phase).reads
@@ -259,7 +259,8 @@ class OffloadingMicroBatch(MicroBatchState):
         if phase is Phase.FORWARD:
             self.offload()
             return sent
-        if phase is Phase.INPUTS and instruction.name in self._late and not self.runtime.keeps_graphs:
+        recomputed = instruction.name in self._late and not self.runtime.keeps_graphs
+        if phase is Phase.INPUTS and recomputed and isinstance(instruction, Compute):
             # What the recomputed graph reads in WEIGHTS: other instructions may offload and release these inputs first.
             self._saved[instruction.name] = self._get_inputs(instruction)
         # Going backward, only what was fetched for this instruction and will be read by another one is worth a copy:
@@ -299,7 +300,7 @@ class OffloadingMicroBatch(MicroBatchState):
         return tensor
 
     @contextmanager
-    def _record_saved(self, instruction: ModelInstruction) -> Iterator[None]:
+    def _record_saved(self, instruction: Instruction) -> Iterator[None]:
         """Within the context, in which a segment runs forward, record what autograd saves for its backward pass."""
         if not (instruction.is_local and instruction.differentiable and self.runtime.keeps_graphs):
             yield
@@ -329,7 +330,7 @@ class OffloadingMicroBatch(MicroBatchState):
         return (leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)
 
 
-def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:
+def _get_value_names(instruction: Instruction) -> tuple[str, ...]:
     """Return the names of the values that an instruction reads and makes."""
     effects = instruction.get_effects(Phase.FORWARD)
     return (*effects.reads, *effects.makes)

@@ -13,7 +13,7 @@ from mpi4dl_nb.engines.comm.all_reduce_sizes import count_sends
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes
 from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Phase, Reduction
-from mpi4dl_nb.engines.program.instructions import ModelInstruction
+from mpi4dl_nb.engines.program.instructions import Compute, ModelInstruction
 
 Kind = TypeVar("Kind", bound=Instruction)
 V = TypeVar("V")
@@ -80,10 +80,11 @@ class DirectionProgram:
         return tuple(item.get_effects(Phase.FORWARD) for item in self.forward)
 
     @cached_property
-    def interiors(self) -> Mapping[str, ModelInstruction]:
+    def interiors(self) -> Mapping[str, Compute]:
         """The interior segments by the value that each begins and the next segment completes."""
         pairs = zip(self.forward, self.effects, strict=True)
-        return {name: item for item, effects in pairs if item.interior for name in effects.makes}
+        segments = ((item, effects) for item, effects in pairs if isinstance(item, Compute) and item.interior)
+        return {name: item for item, effects in segments for name in effects.makes}
 
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:

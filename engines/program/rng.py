@@ -199,7 +199,8 @@ def _seed_generator(seed: int, device: torch.device) -> Iterator[None]:
     generator = torch.default_generator
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        generator = module.default_generators[module.current_device() if device.index is None else device.index]
+        is_numbered = device != torch.device(device.type)
+        generator = module.default_generators[device.index if is_numbered else module.current_device()]
     with _ONE_DRAW_AT_A_TIME:
         before = generator.get_state()
         generator.manual_seed(seed)

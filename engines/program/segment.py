@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -158,18 +158,14 @@ def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, Exchang
     return {name: carriers[item.name].allocate_source for name, item in way.rooms.items()}
 
 
-def find_out_kernel(
-    segment: Compute, op: LocalOp, rooms: Mapping[str, OutputAllocator]
-) -> Callable[..., Tensor] | None:
-    """Return the variant of `op`'s kernel that writes into the window, or None if there is no such memory or kernel.
+def has_out_kernel(segment: Compute, op: LocalOp, rooms: Container[str]) -> bool:
+    """Return whether there is memory in a window for what `op` makes, and a variant of its kernel that writes there.
 
     An op of the same segment that also read the value would get strided memory: a convolution would then make the very
     copy that is saved.
     """
     read = any(op.out in other.reads for other in segment.ops)
-    if op.out not in rooms or op.kernel not in _INTO or _is_replaced(op) or read:
-        return None
-    return partial(_INTO[op.kernel], rooms[op.out])
+    return op.out in rooms and op.kernel in _INTO and not (_is_replaced(op) or read)
 
 
 class Segment:
@@ -183,8 +179,9 @@ class Segment:
     """
 
     def __init__(
-        self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, OutputAllocator] | None = None
+        self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, OutputAllocator] | None = None
     ) -> None:
+        rooms = rooms or {}
         self.inputs, self.outputs = segment.inputs, segment.outputs
         # Only what it reads, since each call copies it.
         self.owned = {name: owned[name] for op in segment.ops for name in op.reads if name in owned}
@@ -200,7 +197,7 @@ class Segment:
         self.calls = [
             (
                 op.out,
-                (find_out_kernel(segment, op, rooms or {}) if op.graded else None) or run,
+                partial(_INTO[op.kernel], rooms[op.out]) if op.graded and has_out_kernel(segment, op, rooms) else run,
                 run,
                 make_lookup(op.arguments),
                 make_lookup(dict(op.keywords)),

@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
-from mpi4dl_nb.engines.program.segment import _INTO, find_out_kernel, find_output_allocators
+from mpi4dl_nb.engines.program.segment import _INTO, find_output_allocators, has_out_kernel
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers, with_whole_weights
 
@@ -42,7 +42,7 @@ def prepare_exchanges(world: LoopbackWorld, net: nn.Module, recipe) -> tuple[lis
     found = make_exchange_runners(exchanges, world, torch.device("cpu"), SendQueue())
     rooms = find_output_allocators(program.get_direction_program(0), found)
     segments = [item for item in program.forward if isinstance(item, Compute)]
-    used = [op.out for item in segments for op in item.ops if find_out_kernel(item, op, rooms)]
+    used = [op.out for item in segments for op in item.ops if has_out_kernel(item, op, rooms)]
     return [found[item.name] for item in exchanges], used
 
 
