@@ -106,6 +106,11 @@ class Tile(tuple[Span, ...]):
         return tuple(map(len, self))
 
     @property
+    def size_px(self) -> tuple[int, int]:
+        """Height and width of a tile of an image."""
+        return len(self.rows), len(self.cols)
+
+    @property
     def pixels(self) -> int:
         """Number of positions along the sharded axes: of pixels, for the tile of an image."""
         return math.prod(self.shape)

@@ -206,7 +206,7 @@ class ExportReader:
             trainable=frozenset(n for n in weights & reached if self.owned[n].requires_grad),
             buffers={name: specs[name] for name in specs if name not in weights},
             nodes=nodes,
-            answers=answers,
+            answers=tuple(answers),
             loss=loss,
             constants=self.constants,
         )

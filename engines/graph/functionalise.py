@@ -238,15 +238,15 @@ class _Functionaliser:
         # Any other view of x, such as x[:, 1], keeps version 0 and is replayed from the new x by its next reader.
         path, part = [(alias, made)], made
         while alias.parent is not None:
-            whole = None
+            whole: fx.Node | None = None
             # A view that was made without a gradient would cut off the gradient of what is now written through it.
             if is_no_grad(node) or not is_no_grad(alias.view):
                 with contextlib.suppress(TraceError):
                     whole = self._get_current_value(alias.parent, node)
-            invert = _BACK.get(str(alias.view.target)) if whole else None
-            back = invert and invert(partial(self._make, node, node), alias.view, whole, part)
-            if back is None:
+            invert = _BACK.get(str(alias.view.target))
+            if whole is None or invert is None:
                 break
+            back = invert(partial(self._make, node, node), alias.view, whole, part)
             if back is not part:
                 back.meta[WRITTEN] = whole
             alias, part = alias.parent, back
@@ -395,16 +395,15 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
     It is possible if all masked positions get the same number, the same vector along the axes after the mask, or the
     values of another tensor at the same positions (`y[mask] = z[mask]`).
     """
-    accumulates = node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False)
-    if node.target is not torch.ops.aten.index_put_.default or accumulates:
+    if node.target is not torch.ops.aten.index_put_.default or _get_argument(node, "accumulate"):
         return None
-    indices, new = node.args[1], node.args[2]
-    given = [(place, index) for place, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+    indices, new = _get_argument(node, "indices"), _get_argument(node, "values")
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]
     if len(given) != 1 or given[0][1].meta["val"].dtype != torch.bool:
         return None
     place, mask = given[0]
     trailing = value.meta["val"].dim() - place - mask.meta["val"].dim()
-    picked = None
+    picked: fx.Node | None = None
     if new.target is torch.ops.aten.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
         source = new.args[0]
         if source.meta["val"].shape == value.meta["val"].shape:

@@ -95,6 +95,13 @@ class Node:
         return tuple(find_ref_names(self.arguments))
 
     @property
+    def result(self) -> TensorSpec:
+        """Spec of the only output. Raises TraceError if the operator has several."""
+        if self.spec is None:
+            raise TraceError(f"{self.operator} in {self.where} has several outputs: each has a shape of its own.")
+        return self.spec
+
+    @property
     def short_operator(self) -> str:
         """The operator's name without `aten.` and its overload."""
         return self.operator.removeprefix("aten.").split(".")[0]

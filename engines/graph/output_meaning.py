@@ -115,7 +115,7 @@ class _Channels:
 _SAME = {"to", "_to_copy", "alias", "clone", "contiguous"}
 _CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
 _OVER_CLASSES = ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp")
-_OF_LABELS = ("sigmoid", "log_sigmoid", "log_sigmoid_forward", "special_expit", "soft_margin_loss")
+_OF_LABELS: tuple[str, ...] = ("sigmoid", "log_sigmoid", "log_sigmoid_forward", "special_expit", "soft_margin_loss")
 _OF_LABELS += ("binary_cross_entropy_with_logits",)
 _DIFFERENCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "sub")
 
@@ -187,8 +187,8 @@ def _follow(node: Node, source: TensorSpec, channels: _Channels) -> _Channels | 
     if name == "clamp" and _is_within_shares(node):
         return replace(channels, clamped=True)
     if name in _MOVES:
-        axis = channels.axis
-        return _MOVES[name](node, source.shape, channels) if axis is not None and count else channels
+        along = channels.axis
+        return _MOVES[name](node, source.shape, along, channels) if along is not None and count else channels
     return None
 
 
@@ -199,9 +199,9 @@ def _is_within_shares(node: Node) -> bool:
     return numbers and 0 <= low < 0.01 and 0.99 < high <= 1
 
 
-def _reshape(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
+def _reshape(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     """Find the axis of the same size with as many elements behind it."""
-    behind, sizes = math.prod(shape[channels.axis + 1 :]), node.spec.shape  # type: ignore[operator, union-attr]
+    behind, sizes = math.prod(shape[along + 1 :]), node.result.shape
     axes = [
         axis
         for axis, size in enumerate(sizes)
@@ -211,39 +211,39 @@ def _reshape(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels
     return replace(channels, axis=axes[0] if axes else None)
 
 
-def _permute(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
+def _permute(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     order = [dim % len(shape) for dim in node.arguments["dims"]]
-    return replace(channels, axis=order.index(channels.axis))
+    return replace(channels, axis=order.index(along))
 
 
-def _move(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
+def _move(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     given = [node.arguments[name] for name in ("source", "destination")]
     sources, targets = ([dim % len(shape) for dim in (dims if isinstance(dims, list) else [dims])] for dims in given)
     others = iter(axis for axis in range(len(shape)) if axis not in sources)
     order = [sources[targets.index(axis)] if axis in targets else next(others) for axis in range(len(shape))]
-    return replace(channels, axis=order.index(channels.axis))  # type: ignore[arg-type]
+    return replace(channels, axis=order.index(along))
 
 
-def _transpose(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
+def _transpose(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     one, other = (node.arguments[name] % len(shape) for name in ("dim0", "dim1"))
-    return replace(channels, axis={one: other, other: one}.get(channels.axis, channels.axis))  # type: ignore[arg-type]
+    return replace(channels, axis={one: other, other: one}.get(along, along))
 
 
-def _select(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
+def _select(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     dim, index = node.arguments["dim"] % len(shape), node.arguments["index"]
-    if dim == channels.axis:
+    if dim == along:
         return replace(channels, numbers=(channels.numbers[index],), axis=None)
-    return replace(channels, axis=channels.axis - (dim < channels.axis))  # type: ignore[operator]
+    return replace(channels, axis=along - (dim < along))
 
 
-def _slice(node: Node, shape: Sequence[int], channels: _Channels) -> _Channels:
+def _slice(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     a = node.arguments
-    if a["dim"] % len(shape) != channels.axis:
+    if a["dim"] % len(shape) != along:
         return channels
     return replace(channels, numbers=channels.numbers[slice(a["start"], a["end"], a["step"])])
 
 
-_MOVES: dict[str, Callable[[Node, Sequence[int], _Channels], _Channels]] = {
+_MOVES: dict[str, Callable[[Node, Sequence[int], int, _Channels], _Channels]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape),
     "permute": _permute,
     **dict.fromkeys(("movedim", "moveaxis"), _move),

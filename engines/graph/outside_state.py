@@ -35,8 +35,8 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "mpi4dl_nb", "mpi4py"}
 _KEEPERS = {"torch", "_thread", "threading", "collections", "weakref", "types"}
 """Of these, the packages whose objects may keep what is put into them."""
 
-_LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.dtype, torch.device, torch.Size)
-_LEAVES += (BuiltinFunctionType, CodeType, torch.UntypedStorage, torch.Generator, range, slice)
+_LEAVES: tuple[type, ...] = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, range, slice)
+_LEAVES += (torch.dtype, torch.device, torch.Size, BuiltinFunctionType, CodeType, torch.UntypedStorage, torch.Generator)
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST_ITEMS, _MOST_OBJECTS, _DEPTH = 10_000, 12_000, 6
@@ -129,13 +129,14 @@ class OutsideState:
             self._waiting += items
 
     def _visit_object(self, value: Any) -> None:
-        root = type(value).__module__.partition(".")[0]
+        kind: Any = type(value)
+        root = kind.__module__.partition(".")[0]
         if root in _LIBRARIES - _KEEPERS and not isinstance(value, torch.nn.Module):
             return
         with suppress(AttributeError):  # not by vars, for which an object may have a __getattr__
-            self._waiting.append(type(value).__getattribute__(value, "__dict__"))
+            self._waiting.append(kind.__getattribute__(value, "__dict__"))
         if not isinstance(value, Tensor):
-            self._waiting.append(type(value))
+            self._waiting.append(kind)
 
     def _visit_class(self, cls: type) -> None:
         if _is_library(cls.__module__):
@@ -214,7 +215,7 @@ def _read_cell(cell: CellType) -> Any:
         return _ABSENT
 
 
-def _compare(holder: Any, before: Mapping[Any, Any], now: Mapping[Any, Any], keys: Iterable[Any]) -> Iterator[Any]:
+def _compare(holder: Any, before: Mapping[Any, Any], now: dict[Any, Any], keys: Iterable[Any]) -> Iterator[Any]:
     for key in keys:
         was, present = before.get(key, _ABSENT), dict.get(now, key, _ABSENT)
         if was is not present:

@@ -57,6 +57,11 @@ def _describe(argument: object) -> object:
     return repr(argument) if isinstance(argument, _COMPARED) else type(argument)
 
 
+def _list_numbers(state: dict[str, Any]) -> list[object]:
+    """Return the numbers of a state of NumPy's generator."""
+    return [np.asarray(part).tolist() for part in (*state["state"].values(), state["has_gauss"], state["gauss"])]
+
+
 @dataclass
 class RepeatedRun:
     """Several runs of the model or the loss (`what`) on the same inputs; `run` enters a mode that it is given."""
@@ -69,14 +74,14 @@ class RepeatedRun:
     def rerun(self) -> None:
         """Run once more, and restore the states of the random generators of Python and NumPy."""
         # The states are restored, so that a check does not change what the user draws next.
-        python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
+        python, arrays = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 (the one that users may draw from)
         self.logs.append(_OperatorLog())
         try:
             with silence_exporter():
                 self.run(self.logs[-1])
-            after = np.random.get_state()  # noqa: NPY002
+            after = np.random.get_state(legacy=False)  # noqa: NPY002
             generators = {"Python's random"} if random.getstate() != python else set()
-            if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):
+            if _list_numbers(after) != _list_numbers(arrays):
                 generators.add("numpy.random")
             self.drawn.append(generators)
         finally:

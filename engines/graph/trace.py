@@ -94,9 +94,9 @@ class _TracedModel(nn.Module):
                 for name, now in collect_attributes(self.model).items()
                 if list(map(id, now)) != list(map(id, before.get(name, ())))
             ]
-            if self.loss is None:
+            if self.loss is None or labels is None:
                 return tuple(collect_tensors(get_prediction(answer)).values())
-            loss, given = self._compute_loss(answer, images, labels)
+            loss, given = self._compute_loss(self.loss, answer, images, labels)
             if not isinstance(loss, Tensor):
                 cut = isinstance(loss, int | float | torch.SymInt | torch.SymFloat)
                 kind = "Python number" if cut else type(loss).__name__
@@ -108,12 +108,14 @@ class _TracedModel(nn.Module):
             self.loss_input.type, self.loss_input.left_out = kind, find_left_out(answer, given)
             return loss, *collect_from_prediction(given).values()
 
-    def _compute_loss(self, answer: Any, images: Tensor, labels: Tensor | None) -> tuple[Any, Any]:
+    def _compute_loss(
+        self, loss: Callable[..., Tensor], answer: Any, images: Tensor, labels: Tensor
+    ) -> tuple[Any, Any]:
         """Return the loss, and what it was given of the model's answer."""
         answers = collect_tensors(get_prediction(answer))
         try:
             with refuse_stored_tensors(self.constants.stored, self.readable.modules):
-                return call_loss(self.loss, answer, labels)  # type: ignore[arg-type]
+                return call_loss(loss, answer, labels)
         except TraceError:
             raise
         except Exception as error:
@@ -387,7 +389,7 @@ def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -
         # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
         ranks_say = {id(tensor): first[prefix + name] for name, tensor in named}
         state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-        held = {name: on_ranks for name, t in state.items() if (on_ranks := ranks_say.get(id(t))) in used}
+        held = {name: on_ranks for name, t in state.items() if (on_ranks := ranks_say.get(id(t), "")) in used}
         kept = {name: t.detach() for name, t in state.items() if name not in held}
         names[prefix.removesuffix(".")] = StateNames(tuple(state), held, kept, prefix)
     return names

@@ -159,8 +159,9 @@ def make_traceable(model: nn.Module) -> nn.Module:
 
 
 def _is_cumulative(module: nn.Module) -> bool:
-    counts = isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
-    return counts and module.track_running_stats and module.momentum is None  # type: ignore[union-attr]
+    if not isinstance(module, _BatchNorm) or module.num_batches_tracked is None:
+        return False
+    return module.track_running_stats and module.momentum is None
 
 
 def check_side_effects(model: nn.Module, images: TensorSpec) -> None:

@@ -129,7 +129,7 @@ def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
         theirs = _compute_gradients(cls.apply, given)
         ours = _compute_gradients(lambda *these: _call_forward(cls, these), given)
     return len(theirs) == len(ours) and all(
-        (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-8, atol=1e-10))
+        one is other if one is None or other is None else torch.allclose(one, other, rtol=1e-8, atol=1e-10)
         for one, other in zip(theirs, ours, strict=True)
     )
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from operator import index as to_int
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,14 +87,14 @@ def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
     return order
 
 
-def parse_image_size(size: object) -> tuple[int, int]:
+def parse_image_size(size: Any) -> tuple[int, int]:
     """Return (height, width) in pixels as whole numbers. Raises ImageError if it is no such pair.
 
     >>> parse_image_size([32, 48])
     (32, 48)
     """
     try:
-        height, width = size  # type: ignore[misc]
+        height, width = size
         sides = to_int(height), to_int(width)
     except (TypeError, ValueError):
         sides = 0, 0

@@ -85,7 +85,7 @@ class Example:
     @property
     def shape(self) -> Shape:
         """Height and width in pixels. Raises ImageError, naming the file, if it cannot be read."""
-        return self.region.shape if self.region else read_shape(self.path, self.level)
+        return self.region.size_px if self.region else read_shape(self.path, self.level)
 
     def replace_label(self, label: int | None) -> Example:
         """Return the same image with another class."""
@@ -98,7 +98,7 @@ class Example:
         if tile is None:
             return picture
         self._check_size(picture.shape(self.level))
-        return crop_picture(picture, tile.rows.start, tile.cols.start, *tile.shape, self.level)
+        return crop_picture(picture, tile.rows.start, tile.cols.start, *tile.size_px, self.level)
 
     def find_mask_origin(self, mask: Shape, source: Shape, shapes: ShapeCache | None = None) -> tuple[int, int]:
         """Return the pixel of a mask of shape `mask` at the first pixel of the image, which has shape `source`.
@@ -121,7 +121,7 @@ class Example:
         # Of a PNG or JPEG only the header is read here, so that a table of thousands of them is checked in seconds.
         whole = source = shapes.read(self.path, self.level)
         if self.region:
-            source, (rows, cols) = self.region.shape, (self.region.rows, self.region.cols)
+            source, (rows, cols) = self.region.size_px, (self.region.rows, self.region.cols)
             if rows.stop <= 0 or cols.stop <= 0 or rows.start >= whole[0] or cols.start >= whole[1]:
                 self.open_picture()  # raises the error for a region outside of the picture
             self._check_size(whole)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.comm.world import World, all_gather_or_raise, make_released_error
 from mpi4dl_nb.engines.errors import ImageError, PlanError
@@ -41,16 +41,16 @@ class LoaderOptions:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral) or abs(int(self.seed)) >= 1 << 64:
+        if isinstance(self.seed, bool) or not is_integer(self.seed) or abs(int(self.seed)) >= 1 << 64:
             raise PlanError(f"seed={self.seed!r} must be a whole number between -2**64 and 2**64, such as 0.")
         object.__setattr__(self, "seed", int(self.seed))  # one of NumPy's would overflow in what is computed from it
         if self.on_bad_image not in _ON_BAD:
             raise PlanError(
                 describe_unknown(f"on_bad_image={self.on_bad_image!r} is unknown", self.on_bad_image, _ON_BAD)
             )
-        if not isinstance(self.workers, int) or self.workers < 0:
+        if not is_integer(self.workers) or self.workers < 0:
             raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
-        if self.steps is not None and not (isinstance(self.steps, Integral) and self.steps >= 1):
+        if self.steps is not None and not (is_integer(self.steps) and self.steps >= 1):
             raise PlanError(f"steps={self.steps!r} must be at least 1, or None for whole epochs.")
         if not isinstance(self.drop_last, bool):
             raise PlanError(f"drop_last={self.drop_last!r} must be True or False.")

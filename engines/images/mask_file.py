@@ -329,7 +329,7 @@ def _check_page(path: Path, page: TiffPage) -> None:
     check_segment_size(path, page)
     check_predictor(path, page)
     kind = np.dtype(page.dtype).kind if page.dtype else ""
-    if not isinstance(page.bitspersample, int) or kind not in tuple("biuf") or page.imagedepth != 1:
+    if np.ndim(page.bitspersample) or kind not in tuple("biuf") or page.imagedepth != 1:
         raise ImageError(f"The mask {path} holds no plain numbers, one for each pixel. {_SAVE}")
     if page.compression in _FAX:
         raise ImageError(

@@ -106,7 +106,8 @@ class _OmeParser:
     """Collects the elements that say where pixels are; no tree is built, since annotations may have megabytes."""
 
     def __init__(self) -> None:
-        self.found, self.parents, self.uuid_text = OmeDocument(), [""], None
+        self.found, self.parents = OmeDocument(), [""]
+        self.uuid_text: str | None = None
         self.parser = expat.ParserCreate()
         self.parser.StartDoctypeDeclHandler = refuse_doctype
         self.parser.StartElementHandler, self.parser.EndElementHandler = self.start, self.end

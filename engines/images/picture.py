@@ -66,8 +66,13 @@ BLENDED_PX = 256  # the same, for a level whose downsample factor is not an inte
 class SlideLike(Protocol):
     """The common interface of OpenSlide, TiffSlide and others. Sizes are (width, height), locations (x, y)."""
 
-    level_dimensions: Sequence[tuple[int, int]]
-    level_downsamples: Sequence[float]  # pixels of level 0 per pixel of the level
+    @property
+    def level_dimensions(self) -> Sequence[tuple[int, int]]:
+        """The size of each level, in its own pixels."""
+
+    @property
+    def level_downsamples(self) -> Sequence[float]:
+        """Pixels of level 0 per pixel of each level."""
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Any:
         """Return an image of `size` pixels of a level, whose first pixel is at `location` in pixels of level 0."""

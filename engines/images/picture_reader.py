@@ -279,7 +279,7 @@ class ArrayPicture(Picture):
 def composite_on_white(rgba: Pixels) -> Pixels:
     """Composite transparent pixels on white: (H, W, 4) -> (H, W, 3)."""
     image = Image.fromarray(rgba)
-    if image.getextrema()[3] != (255, 255):
+    if image.getchannel("A").getextrema() != (255, 255):
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
@@ -119,7 +119,7 @@ def _decode(path: Path, page: int) -> Pixels:
         ImageOps.exif_transpose(image, in_place=True)
 
         def read(band: Image.Image) -> Pixels:
-            if band.mode == "P" and (most := band.getextrema()[1]) >= entries:
+            if band.mode == "P" and (most := int(np.asarray(band).max())) >= entries:
                 raise make_damaged_error(path, f"a pixel has colour {most} of a palette of {entries}")
             if channels == 1:
                 return np.array(band.convert("L"))[..., None]
@@ -130,7 +130,7 @@ def _decode(path: Path, page: int) -> Pixels:
         return map_row_bands(image, read)
 
 
-def read_header(path: Path, data: bytes) -> Image.Image:
+def read_header(path: Path, data: bytes) -> ImageFile.ImageFile:
     """Return the image in a file's bytes, not decoded yet. Raises ImageError if it is of a kind that is not read."""
     if is_apple_png(data):
         raise ImageError(f"{path} is Apple's variant of PNG (CgBI), which is not read here. Save it as a PNG file.")
@@ -307,7 +307,7 @@ def make_depth_error(path: Path, bits: int) -> ImageError:
     )
 
 
-def check_mode(path: Path, image: Image.Image) -> None:
+def check_mode(path: Path, image: ImageFile.ImageFile) -> None:
     """Raise ImageError for an unsupported mode; only the header is looked at.
 
     Pillow silently drops the low bytes of 16-bit colours; only the raw mode of its decoder shows this.

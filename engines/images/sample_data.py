@@ -288,7 +288,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             for opcode, argument, _ in pickletools.genops(data):
                 # A memo index beyond the file's size: the unpickler would allocate that memory.
-                if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+                if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(data):
                     raise ValueError(f"it speaks of its object {argument}, and has {len(data)} bytes")
         except ValueError as error:
             raise pickle.UnpicklingError(str(error)) from error

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import imagecodecs
 from PIL import Image
-from tifffile import TiffFile
+from PIL.TiffImagePlugin import TiffImageFile
+from tifffile import TiffFile, TiffPage
 
 from mpi4dl_nb.engines.images.regular_file import open_regular
 
@@ -74,14 +76,14 @@ def _decode_by_pillow(data: bytes) -> None:
         for number in range(min(_MOST_PAGES, getattr(image, "n_frames", 1))):
             image.seek(number)
             _check_size(image.size)
-            if image.format == "TIFF" and 330 in image.tag_v2:  # SubIFDs, which Pillow does not reach
+            if isinstance(image, TiffImageFile) and 330 in image.tag_v2:  # SubIFDs, which Pillow does not reach
                 raise _NoOpinionError
             image.load()
 
 
 def _decode_by_tifffile(data: bytes) -> None:
     with TiffFile(io.BytesIO(data)) as file:
-        pages = [file.pages[number] for number in range(min(_MOST_PAGES, len(file.pages)))]
+        pages = [page for page in islice(file.pages, _MOST_PAGES) if isinstance(page, TiffPage)]
         _check_size(*((page.imagelength, page.imagewidth) for page in pages))
         if not pages:
             raise ValueError("it has no pages")

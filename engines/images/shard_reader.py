@@ -65,7 +65,7 @@ class SamplerState:
         # `step` never exceeds `position`.
         if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
             raise TypeError("where the training is in its images is no dict with a list of those that are left out")
-        numbers = [state.get(name) for name in ("images", "seed", "epoch", "step", "position")]
+        numbers: list[Any] = [state.get(name) for name in ("images", "seed", "epoch", "step", "position")]
         if wrong := [number for number in (*numbers, *state["skipped"]) if type(number) is not int]:
             raise TypeError(f"{str(wrong[0])[:20]!r} is no number of an image, epoch or step")
         images, seed, epoch, step, position = numbers
@@ -131,7 +131,7 @@ class Sampler:
         if not positions:
             return None
         seed = compute_step_seed(*key)
-        samples = [(order[at], compute_step_seed(seed, 1 + order[at])) for at in positions]
+        samples: list[Sample] = [(order[at], compute_step_seed(seed, 1 + order[at])) for at in positions]
         return samples, replace(place, step=place.step + 1, position=positions[-1] + 1)
 
     def skip_finished_epoch(self, place: SamplerState) -> SamplerState:
@@ -353,7 +353,8 @@ def _make_axis_index(shape: Sequence[int], axis: int, size: int) -> Tensor:
 
 
 def _make_shard(places: Tensor, rows: Tensor, cols: Tensor) -> _MicroBatchShard:
-    of_images = places[(slice(None), *[0] * (places.dim() - 1))].tolist()
+    first: tuple[slice | int, ...] = (slice(None), *[0] * (places.dim() - 1))
+    of_images = places[first].tolist()
     if places.dim() < 3:
         return _MicroBatchShard(places.shape, of_images, places[:0], places[:0])
     return _MicroBatchShard(places.shape, of_images, rows.flatten(0, -3)[0, :, 0], cols.flatten(0, -3)[0, 0])

@@ -129,7 +129,7 @@ def _count_mask_classes(table: Path, masked: bool, options: Mapping[str, Any]) -
     chosen = {name: value for name, value in options.items() if value is not None}
     for name, kind, least in (("classes", Integral, 1), ("threshold", Real, 0)):
         value = chosen.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, kind) or value < least or not value < math.inf:
             whole = "whole " * (kind is Integral)
             raise ImageError(f"{name}={value!r} must be a {whole}number from {least} on, for what masks hold.")
     if chosen and not masked:

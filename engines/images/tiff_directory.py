@@ -34,7 +34,7 @@ def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
 
 def list_sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
     """Return the SubIFDs of a page."""
-    return _collect_pages(path, page.pages, MOST_SUB_PAGES) if page.subifds else []
+    return _collect_pages(path, page.pages or (), MOST_SUB_PAGES) if page.subifds else []
 
 
 def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:

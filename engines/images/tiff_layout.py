@@ -118,7 +118,7 @@ def check_picture(path: Path, layout: TiffLayout) -> None:
 
 
 def _check_numbers(path: Path, page: TiffPage) -> None:
-    depths = {page.bitspersample} if isinstance(page.bitspersample, int) else set(page.bitspersample)
+    depths = set(np.atleast_1d(page.bitspersample).tolist())  # tifffile has several if the channels differ
     bits = " or ".join(map(str, sorted(depths)))
     # No single way of scaling deeper samples to 8 bits is right for all pictures.
     scale = (

@@ -105,8 +105,8 @@ class TiffPageReader:
         base = page if base is None else base
         self.path, self._file = path, file
         self.orientation = int(page.tags.valueof(ORIENTATION, base.tags.valueof(ORIENTATION, 1)))
-        self._stored_shape = int(page.imagelength), int(page.imagewidth)
-        self.shape = self._stored_shape[:: -1 if self.orientation in SWAPPED else 1]
+        self._stored_shape = rows, cols = int(page.imagelength), int(page.imagewidth)
+        self.shape = (cols, rows) if self.orientation in SWAPPED else (rows, cols)
         self.channels = int(page.samplesperpixel)
         self._planes = self.channels if page.planarconfig == 2 else 1
         self.dtype = np.dtype(page.dtype)

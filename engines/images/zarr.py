@@ -56,7 +56,9 @@ class ZarrPicture(FileReader[ZarrHandle]):
             if isinstance(node, zarr.Array):
                 # Zarr 3 names axes in the metadata, xarray in an attribute; without names, or with others, they are
                 # guessed from the shape.
-                names = getattr(node.metadata, "dimension_names", None) or node.attrs.get("_ARRAY_DIMENSIONS") or ()
+                names: Any = (
+                    getattr(node.metadata, "dimension_names", None) or node.attrs.get("_ARRAY_DIMENSIONS") or ()
+                )
                 letters = parse_axes(names)
                 arrays, microns = [node], None
                 axes = _resolve_axes(self.path, arrays, letters if "?" not in letters else None)
@@ -65,14 +67,15 @@ class ZarrPicture(FileReader[ZarrHandle]):
                 axes = _resolve_axes(self.path, [level.array for level in multiscale.levels], multiscale.axes)
                 levels = sort_levels(self.path, multiscale)
                 arrays, microns = [level.array for level in levels], compute_microns(multiscale, levels[0])
-            shapes = [tuple(array.shape[axes.index(axis)] for axis in "yx") for array in arrays]
+            y, x = map(axes.index, "yx")
+            shapes = [(array.shape[y], array.shape[x]) for array in arrays]
             return (arrays, axes), make_levels(shapes), microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the chunk of a level as the unit of decoding."""
         arrays, axes = self.handle
-        sides = [arrays[level].chunks[axes.index(axis)] for axis in "yx"]
-        return DecodeBlock(*sides, max(_CHUNK_PX, sides[0] * sides[1]))
+        rows, cols = (arrays[level].chunks[axes.index(axis)] for axis in "yx")
+        return DecodeBlock(rows, cols, max(_CHUNK_PX, rows * cols))
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         (arrays, axes), (height_px, width_px) = self.handle, out.shape[:2]
