@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from mpi4dl_nb.engines.train.replica import Feed
 from mpi4dl_nb.engines.train.train_replicas import train_replicas
 
 
-def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
+def expand_modes(mode: str, **chosen: Any) -> list[Asynchrony]:
     """Return the studies for one mode, or for `all`, each with the options that apply to its mode. Raises PlanError."""
     if mode != "all":
         return [Asynchrony(mode=mode, **chosen)]

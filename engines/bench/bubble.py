@@ -21,6 +21,7 @@ from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import check_fits
 from mpi4dl_nb.engines.plan.make_schedule import compute_plan_bubble
+from mpi4dl_nb.engines.program.segment import Segment
 from mpi4dl_nb.engines.program.timeline import Timeline, identify_clock
 from mpi4dl_nb.engines.program.worker import Worker
 from mpi4dl_nb.engines.train.recipe import prepare
@@ -43,13 +44,12 @@ class _DelayedBackward(torch.autograd.Function):
         return grad, None
 
 
-class _DelayedSegment:
+class _DelayedSegment(Segment):
     """A segment that sleeps `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
 
-    def __init__(self, segment: Any, seconds: float) -> None:
-        self.segment, self.seconds = segment, seconds
-        self.trained, self.late, self.backward = segment.trained, segment.late, segment.backward
-        self.owned = dict(segment.owned)
+    def __init__(self, segment: Segment, seconds: float) -> None:
+        vars(self).update(vars(segment))
+        self.held, self.seconds = segment.owned, seconds
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         time.sleep(self.seconds)
@@ -59,8 +59,8 @@ class _DelayedSegment:
         #     weight --sleep-->
         #
         # So a schedule that computes the weights' gradients later (zero bubble) also sleeps for them later.
-        self.segment.owned = {name: self._delay_gradient(held) for name, held in self.owned.items()}
-        return self.segment({name: self._delay_gradient(values[name]) for name in self.segment.inputs}, seed, again)  # type: ignore[no-any-return]
+        self.owned = {name: self._delay_gradient(held) for name, held in self.held.items()}
+        return super().__call__({name: self._delay_gradient(values[name]) for name in self.inputs}, seed, again)
 
     def _delay_gradient(self, held: Any) -> Any:
         return _DelayedBackward.apply(held, self.seconds) if isinstance(held, Tensor) and held.requires_grad else held

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.all_reduce import AllReduceRequest
 from mpi4dl_nb.engines.comm.nccl import connect_gloo
 from mpi4dl_nb.engines.comm.status_board import measure_wait
-from mpi4dl_nb.engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.comm.world import Message, Pending, SubGroup, World
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import SumGradients
 from mpi4dl_nb.engines.program.program import Traffic, count_traffic
@@ -107,7 +107,7 @@ def run_bench_allreduce(world: MpiWorld, arguments: Sequence[str]) -> Iterator[d
 # in a world with the message times of a slower link, as if the ranks were on several machines.
 
 
-class ThrottledWorld:
+class ThrottledWorld(SubGroup):
     """Ranks of one host connected by links of `bytes_per_s` each, as by network cards that transfer on their own.
 
     A rank's messages arrive one after another. The transfer of each starts when it was sent or when the link is free,
@@ -116,9 +116,8 @@ class ThrottledWorld:
     """
 
     def __init__(self, world: World, bytes_per_s: float) -> None:
-        self.world, self.bytes_per_s = world, bytes_per_s
-        self.rank, self.size = world.rank, world.size
-        self.free_s = 0.0
+        super().__init__(world, range(world.size))
+        self.bytes_per_s, self.free_s, self.shares_memory = bytes_per_s, 0.0, world.shares_memory
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
@@ -135,9 +134,16 @@ class ThrottledWorld:
         """Return a function that starts the same messages each time."""
         return partial(self.exchange, sends, receives)
 
-    def __getattr__(self, name: str) -> object:
-        """Delegate all but messages to the underlying world: values, barriers, failures."""
-        return getattr(self.world, name)
+    # Values and barriers, and what needs no messages, take their usual time.
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.world.all_gather(value)
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
+    def collectives(self, device: torch.device) -> Any:
+        return self.world.collectives(device)
 
 
 class _DelayedMessages:
@@ -226,7 +232,7 @@ def bench_overlap(
         return {**line, "buckets": len({item.name for item in items}), "bytes": sum(item.bytes for item in items) // 2}
     sent = count_traffic(program).get("halo", Traffic(0, 0))
     exchanges = [item.get_effects(Phase.FORWARD).messages for item in program.forward if item.kind == "halo"]
-    begun = [messages for messages in exchanges if messages.posts]
+    begun = [messages for messages in exchanges if messages and messages.posts]
     whole = sum(messages.waits for messages in begun)
     return {**line, "messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}
 

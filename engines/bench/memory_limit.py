@@ -195,7 +195,7 @@ def train_within_limit(arguments: Sequence[str]) -> None:
 
         with limit_memory(device, chosen.memory_mb * _MIB):
             peak, seconds = measure_steps(device, begin, STEPS)
-        line = {"peak_bytes": peak, "step_s": round(seconds[-1], 6)}
+        line: dict[str, object] = {"peak_bytes": peak, "step_s": round(seconds[-1], 6)}
     except (RuntimeError, MemoryError, PlanError, TraceError) as error:
         line = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     print(json.dumps(line), flush=True)
@@ -210,7 +210,7 @@ def train_within_limit(arguments: Sequence[str]) -> None:
 
 def make_ranks_in_turn(
     recipe: Recipe, folder: str | Path | None = None
-) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], None]]:
+) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], object]]:
     """Return the trainings of a plan's ranks in this thread, and a function that trains a step on a whole batch.
 
     What a rank holds while others compute is in a file in `folder`. Raises RankError if nothing can be stored.
@@ -312,7 +312,7 @@ def train_one_way(arguments: Sequence[str]) -> None:
             sys.exit(str(error))
         except (RuntimeError, MemoryError) as error:
             sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
-        stored["stored_bytes"] = sum(training.offloader.store.end_bytes for training in trainings)
+        stored["stored_bytes"] = sum(each.offloader.store.end_bytes for each in trainings if each.offloader)
         gradients = dict(ChainMap(*(to_plain_names(training.copy_tensors()["gradients"]) for training in trainings)))
     save_file({name: grad.contiguous() for name, grad in gradients.items()}, path)
     line = {"peak_bytes": peak, "step_s": statistics.median(seconds[1:]), "spread": compute_spread(seconds[1:])}

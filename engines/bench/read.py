@@ -48,12 +48,13 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
         height, width = tile.shape
         return tile.rows.start - halo_px, tile.cols.start - halo_px, height + 2 * halo_px, width + 2 * halo_px
 
+    box = run_on_all(world, compute_box)
+
     def read_box() -> None:
         start_s, picture = time.perf_counter(), open_image(path)
         pixels = picture.read(*box, level)
         measured.extend((time.perf_counter() - start_s, picture.bytes_read, _compute_digest(pixels)))
 
-    box = run_on_all(world, compute_box)
     peak = run_on_all(world, lambda: measure_host_peak_bytes(read_box))
     results = world.all_gather((box, peak, *measured))
     boxes, peaks, seconds, read, digests = zip(*results, strict=True)

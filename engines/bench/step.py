@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -31,9 +30,9 @@ from mpi4dl_nb.engines.train.verify import make_batches
 PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")
 
 
-def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
-    """Return the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
-    seconds, kinds = Counter[str](), {"all-reduce": "sums", "update": "update"}
+def add_by_phase(seconds: dict[str, float], events: Iterable[TimelineEvent]) -> None:
+    """Add the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
+    kinds = {"all-reduce": "sums", "update": "update"}
     for event in events:
         if event.kind == "compute":
             phase = "forward" if event.phase == Phase.FORWARD.value else "backward"
@@ -41,7 +40,6 @@ def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
             phase = kinds.get(event.kind, "messages")
         seconds[phase] += event.busy_s
         seconds["waiting"] += event.wait_s
-    return seconds
 
 
 _KERNELS = ("conv", "addmm", "aten::mm", "aten::bmm", "matmul")
@@ -76,10 +74,10 @@ def bench_step(
     inputs = training.cut(batch)
     alone = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe) if world.rank == 0 else None
     threads = count_cores()
-    ranks_s, alone_s, spent = [], [], Counter[str]()
+    ranks_s, alone_s, spent = [], [], dict.fromkeys(PHASES, 0.0)
     for number in range(iterations + 1):
         ranks_s.append(time_rank_step(world, training, inputs))
-        spent += sum_by_phase(training.report.events if number else ())
+        add_by_phase(spent, training.report.events if number else ())
         if in_turns:
             training.start({})  # release the tensors of the last step
             trim_memory()
@@ -111,7 +109,8 @@ def bench_step(
             "threads": threads,
         }
     line = world.all_gather(line)[0]
-    spent = sum(world.all_gather(spent), Counter())
+    ranks = world.all_gather(spent)
+    spent = {name: sum(seconds[name] for seconds in ranks) for name in PHASES}
     total = sum(spent.values())
     return {**line, "phases": {name: round(spent[name] / total, 4) if total else 0.0 for name in PHASES}}
 

@@ -24,6 +24,7 @@ from mpi4dl_nb.engines.train.interrupts import StoppedError
 from mpi4dl_nb.engines.train.verify import verify
 
 if TYPE_CHECKING:
+    from mpi4dl_nb.engines.comm.mpi import MpiWorld
     from mpi4dl_nb.engines.predict.published_replay import ReplayOutcome
 
 _COMMANDS = {
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         world.exit_process(2)
 
 
-def _join_world() -> World:
+def _join_world() -> MpiWorld:
     # For a rank that is alone Open MPI makes shared memory all the same, 16 MB, and leaves it when the rank ends.
     is_alone = _TRANSPORTS not in os.environ and not any(name.startswith(_LAUNCHED) for name in os.environ)
     if is_alone:

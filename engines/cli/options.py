@@ -70,12 +70,12 @@ class FlagParser(argparse.ArgumentParser):
         return {name for name, value in vars(chosen).items() if value is not unset}
 
 
-def make_bare_parser(description: str) -> argparse.ArgumentParser:
+def make_bare_parser(description: str) -> FlagParser:
     """Make a parser without flags, whose help lists defaults."""
     return FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
 
-def make_parser(description: str, iterations: int | None = None) -> argparse.ArgumentParser:
+def make_parser(description: str, iterations: int | None = None) -> FlagParser:
     """Make a parser of the flags that all commands share, and of `--iterations` if it has a default."""
     flags = make_bare_parser(description)
     add_model_flags(flags)
@@ -225,7 +225,8 @@ def build_model(options: argparse.Namespace) -> nn.Module:
             "depth": options.num_layers,
             "num_filters": options.num_filters,
         }
-        make, takes = _import_callable(path), ()
+        make = _import_callable(path)
+        takes: tuple[str, ...] = ()
         with suppress(TypeError, ValueError):  # some callables written in C have no signature
             takes = tuple(inspect.signature(make).parameters)
         known = {name: value for name, value in sizes.items() if value is not None and name in takes}

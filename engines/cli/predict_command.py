@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -125,7 +126,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
         region, kind, meaning, chosen.memory_mb * 10**6, chosen.tile_px, needs_pixels=chosen.to is not None
     )
     channels = recipe.graph.specs[recipe.graph.prediction].shape[1:2]
-    names = name_classes(kind, meaning, *(channels or [1]), chosen.class_names and chosen.class_names.split(","))
+    names = name_classes(kind, meaning, math.prod(channels), chosen.class_names and chosen.class_names.split(","))
     output_px = recipe.graph.specs[recipe.graph.prediction].shape[-2:]
 
     def make_sink(shape: Shape, dtype: np.dtype[Any]) -> TileSink:

@@ -39,7 +39,7 @@ from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
 
 
-def make_train_parser() -> argparse.ArgumentParser:
+def make_train_parser() -> options.FlagParser:
     """Make the parser of the flags of `train`."""
     flags = options.make_parser(
         "Train a classifier or segmentation model with cross-entropy on the ranks; print speed, loss and accuracy."

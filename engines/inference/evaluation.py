@@ -194,10 +194,14 @@ class HeldOutSet:
     def _trace_images(self, images: int) -> ModelGraph:
         """Return the graph of the loss of some images, in evaluation mode."""
         graph, plan = self.recipe.graph, self.recipe.plan
-        specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in graph.inputs)
+        images_spec, labels_spec = (
+            replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in graph.inputs
+        )
         model = copy.deepcopy(self.model).eval()  # batch norm may reject one image in training
         with self._constants:
-            return trace(model, self.loss, *specs, plan.precision, choose_autocast_type(self.recipe.device))
+            return trace(
+                model, self.loss, images_spec, labels_spec, plan.precision, choose_autocast_type(self.recipe.device)
+            )
 
     @property
     def _constants(self) -> AbstractContextManager[None]:

@@ -102,9 +102,9 @@ class RankPredictor(RankPrediction):
         self.threads = choose_thread_count(recipe.plan, world.rank)
         wanted, specs = (*self.program.weights, *self.program.buffers), recipe.graph.specs
         state = find_state(world, recipe, held, wanted)
-        shared = (held or {}).keys() - recipe.graph.constants
+        shared = {name: tensor for name, tensor in (held or {}).items() if name not in recipe.graph.constants}
         tensors = {
-            name: held[name] if name in shared else copy_state_tensor(state[name], specs[name], self.device)
+            name: shared[name] if name in shared else copy_state_tensor(state[name], specs[name], self.device)
             for name in wanted
         }
         weights, buffers = (
@@ -125,10 +125,11 @@ class RankPredictor(RankPrediction):
         use_threads(self.threads)
         with torch.no_grad():
             self.worker.run(place_inputs(inputs, self.device))
+        ways = {micro_batch: self.program.get_direction_program(micro_batch) for micro_batch in self.program.directions}
         prediction = {
             micro_batch: self.worker.micro_batch_states[micro_batch].values[way.prediction].cpu().contiguous()
-            for micro_batch in self.program.directions
-            if (way := self.program.get_direction_program(micro_batch)).prediction_shard is not None
+            for micro_batch, way in ways.items()
+            if way.prediction is not None and way.prediction_shard is not None
         }
         self.worker.restart({})  # frees the activations, which only a backward pass would need
         return prediction
@@ -216,17 +217,17 @@ def make_padded_region(picture: Picture, box: Sequence[int] | None = None, level
 
     Raises ImageError if the rectangle is empty, does not overlap the picture, or is larger than any slide.
     """
-    rows, cols = picture.shape(level)
+    top, left, (height, width) = 0, 0, picture.shape(level)
     if box is not None:
         try:
-            _, _, height, width = box = tuple(map(index, box))
+            top, left, height, width = box = tuple(map(index, box))
         except (TypeError, ValueError) as error:
             raise ImageError(f"region={box!r} must be four whole numbers of pixels: y0, x0, height, width.") from error
         if max(height, width) > _MOST_SIDE_PX or height * width > _MOST_PX:
             raise ImageError(
                 f"region={box!r}: {height:,} x {width:,} px are more than any slide has. Ask for a smaller one."
             )
-    cut = crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
+    cut = crop_picture(picture, top, left, height, width, level)
     return PaddedRegion(cut, cut.shape())
 
 

@@ -11,7 +11,7 @@ runs, is within a bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,8 +66,14 @@ class TilePasses:
 
     def __init__(self, graph: ModelGraph, grid: Grid) -> None:
         self.graph, self.grid = graph, grid
-        cut = {"split_size": 1, "spatial_size": 1, "num_spatial_parts": grid.tiles, "slice_method": str(grid)}
-        plan = Plan(**cut, halo_d2=True, fused_layers="auto")
+        plan = Plan(
+            split_size=1,
+            spatial_size=1,
+            num_spatial_parts=grid.tiles,
+            slice_method=str(grid),
+            halo_d2=True,
+            fused_layers="auto",
+        )
         # Operators that the prediction does not depend on, such as those of other outputs, are left out: a layer that
         # reads the prediction through a window would make each tile of it wider. Draws are counted, and stay.
         needed, kept = {graph.prediction}, []
@@ -142,7 +148,11 @@ def _find_computable(
             continue
         # An unknown sum whose terms are computable now belongs to this pass; one of blocked terms, to a later pass.
         if blocked.isdisjoint(effects.reads):
-            (sums if effects.reductions else able).append(item)
+            match item:
+                case AllReduce():
+                    sums.append(item)
+                case Compute():
+                    able.append(item)
         if effects.reductions or not blocked.isdisjoint(effects.reads):
             blocked.update(effects.makes)
     return able, sums, blocked
@@ -212,7 +222,7 @@ AT_WORK_BYTES = 40 * 10**6
 """Bytes that libraries take as soon as they compute (oneDNN's kernels, message buffers)."""
 
 
-def make_tile_grid(size_px: tuple[int, int], side_px: int) -> Grid:
+def make_tile_grid(size_px: Sequence[int], side_px: int) -> Grid:
     """Return a grid of tiles of nearly equal size, none with a side longer than `side_px`.
 
     >>> str(make_tile_grid((3000, 1000), 1024))
@@ -243,7 +253,7 @@ def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
     sides = [side for side in _SIDES if side < max(size_px)] + [max(size_px)]
     sides = [side for side in sides if make_tile_grid(size_px, side).tiles >= ranks] or sides[:1]
     best: TilePasses | None = None
-    refusal: PlanError | None = None
+    refusal = PlanError("An image without pixels cannot be computed in tiles.")
     low, high = 0, len(sides)
     # Bisect for the largest side that fits. Memory grows with the side, so that all smaller sides fit too.
     while low < high:

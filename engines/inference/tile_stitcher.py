@@ -161,10 +161,11 @@ class TileStitcher:
         `own` is (h, w, C), or None if this rank has no tile left.
         """
         #     5 tiles, 3 ranks     round 0: 0 1 2     round 1: 3 4 -        rank 2 has none left, and sends nothing
-        if self.world.rank:
-            if own is not None:
-                sent = torch.from_numpy(own.view(np.uint8).reshape(-1))
-                self.world.exchange([Message(0, _TAG, sent)], []).wait()
+        if own is None:  # nor has any rank after this one
+            return
+        if self.sink is None:  # on all ranks but the first
+            sent = torch.from_numpy(own.view(np.uint8).reshape(-1))
+            self.world.exchange([Message(0, _TAG, sent)], []).wait()
             return
         for rank in range(min(self.world.size, self.grid.tiles - first)):
             # In rank order, so that rank 0 holds a single received tile at a time.

@@ -190,7 +190,7 @@ class TiledPredictor(RankPrediction):
         worker = Worker(turn.program, self.world, self.state, self.state, device=self.device)
         # A pass computes only what its sums, or the prediction, depend on, and reads the sums of earlier passes and, if
         # any of it depends on pixels, its window of the image.
-        reads = {name for item in turn.program.forward for name in item.inputs}
+        reads = turn.program.get_direction_program(0).reads
         inputs = {name: total for name, total in self.known.items() if name in reads}
         if turn.window is not None:
             tile = turn.window.tile or Tile.whole(*self.ask.region.size_px)
@@ -220,7 +220,7 @@ class TiledPredictor(RankPrediction):
         grid = self.turns.grid
         overhead = round(sum(self.world.all_gather(self.read_px)) / asked_px, 4)
         peaks = tuple(self.world.all_gather(read_peak_bytes()))
-        tile_px = grid.get_tile(0, *region_px).shape
+        tile_px = grid.get_tile(0, *region_px).size_px
         return TiledPrediction(
             answer, bool(self.mosaic), grid.tiles, tile_px, len(self.walks), overhead, seconds, peaks
         )

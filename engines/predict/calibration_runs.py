@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +132,11 @@ class CalibrationRun:
         )
 
 
+def _replace(machine: Machine, numbers: Mapping[str, Any]) -> Machine:
+    """Return the machine with other numbers, by the names of its fields."""
+    return replace(machine, **numbers)
+
+
 def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[CalibrationTimes]) -> Machine:
     """Return the machine with the parameters that reproduce the measured times.
 
@@ -141,11 +147,11 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     """
     tiled, few, turns = [RunComparison(*act, times) for act, times in zip(rehearsal, seen, strict=True)]
     # The order of the fits matters: each parameter explains what those fitted before it leave unexplained.
-    bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
+    bare = _replace(machine, {"cold_copies": 0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0)})
     over = tiled.compute_overheads_s(bare)
     instruction_s = few.compute_overheads_s(bare)["instruction_s"]
     over["instruction_s"] = max(instruction_s, machine.instruction_s)  # where kernels ran faster than alone
-    machine = replace(bare, **over)
+    machine = _replace(bare, over)
     machine = replace(machine, cold_copies=tiled.fit_cold_copies(machine))
     # `update_s` is what the costs of weights and running statistics leave unexplained.
     taken_s = sum(run.get_measured_s("update") for run in (tiled, few))
@@ -217,11 +223,11 @@ class RunComparison:
         low_s, high_s = 0.0, most_s
         for _ in range(15):
             middle_s = (low_s + high_s) / 2
-            if self.simulate_seconds(replace(machine, **{name: middle_s})) < step_s:
+            if self.simulate_seconds(_replace(machine, {name: middle_s})) < step_s:
                 low_s = middle_s
             else:
                 high_s = middle_s
-        return replace(machine, **{name: low_s})
+        return _replace(machine, {name: low_s})
 
     def simulate_seconds(self, machine: Machine) -> float:
         """Return the simulated seconds of a step of all ranks."""

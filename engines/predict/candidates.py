@@ -50,11 +50,7 @@ class Candidate(FactTable):
     @property
     def facts(self) -> dict[str, object]:
         measured = {} if self.images_per_s is None else {"measured": f"{format_number(self.images_per_s)} images/s"}
-        memory = (
-            {}
-            if not self.measured or not self.measured.peak_bytes
-            else {"measured memory": format_bytes(self.peak_bytes)}
-        )
+        memory = {} if self.peak_bytes is None else {"measured memory": format_bytes(self.peak_bytes)}
         return {
             "plan": self.plan.summary,
             **({"failed": self.failure} if self.failure else {}),

@@ -124,7 +124,12 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
         return item
 
     saved: list[Tensor] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x)
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     # Ranks train, also if the caller has switched gradients off.
     with torch.inference_mode(False), torch.enable_grad():
         args, kwargs = tree_map(materialise, (list(arguments), dict(keywords)))
@@ -170,13 +175,16 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     given = [torch.empty_like(root) for root in roots]
     try:
         with torch.inference_mode(False), LiveBytes() as live, _MetaKernelMode():
-            grads = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                roots, [tensors[index] for index in leaves], given, allow_unused=True
+            )
     except (NotImplementedError, RuntimeError):
         return frozenset(), 0  # each gradient then counts as memory of its own
     shared = {get_storage_id(grad) for grad in given}
     pairs = list(zip(leaves, grads, strict=True))
     passes = frozenset(index for index, grad in pairs if grad is None or get_storage_id(grad) in shared)
-    kept = {get_storage_id(grad): grad.untyped_storage().nbytes() for index, grad in pairs if index not in passes}
+    own = (grad for index, grad in pairs if grad is not None and index not in passes)
+    kept = {get_storage_id(grad): grad.untyped_storage().nbytes() for grad in own}
     return passes, max(0, live.peak - sum(kept.values()))
 
 

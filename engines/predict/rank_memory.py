@@ -43,9 +43,8 @@ class RankMemory(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        return {"peak": format_bytes(self.peak_bytes)} | {
-            kind: format_bytes(held) for kind, held in self.at_peak.items() if held
-        }
+        held = {kind: format_bytes(size) for kind, size in self.at_peak.items() if size}
+        return {"peak": format_bytes(self.peak_bytes), **held}
 
     @property
     def peak_bytes(self) -> int:
@@ -201,13 +200,13 @@ class _LayerAssignment:
                     self.weights.setdefault(name, layer.name)
         # Each result of an instruction belongs to the layer of its node, or else to the layer of the instruction.
         for place in self.where:
-            item, layer = place.step.instruction, place.layer
+            item, owner = place.step.instruction, place.layer
             for name in item.get_effects(Phase.FORWARD).specs if item.per_micro_batch else ():
                 for key in (name, f"window:{name}"):
-                    self.values.setdefault(key, layer)
+                    self.values.setdefault(key, owner)
             for op in item.local_ops:
-                layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
-                self.values[op.out] = layer
+                owner = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or owner
+                self.values[op.out] = owner
 
     def split_block(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
         """Yield the parts of a block by layer."""

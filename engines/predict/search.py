@@ -77,7 +77,7 @@ def search(
     too_large.sort(key=lambda candidate: candidate.peak_bytes)
     if fitting:
         return SearchResult(tuple(fitting), tuple(refused), tuple(too_large))
-    if too_large:
+    if too_large and rank_bytes is not None:
         raise PlanError(
             f"No plan for {ranks} ranks fits: the smallest needs {format_bytes(too_large[0].peak_bytes)} of a rank, "
             f"but {format_bytes(rank_bytes)} are given. Use more ranks, smaller images, or fewer of them in a batch."

@@ -83,7 +83,7 @@ def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
 def get_updates(host: RankServer, name: str) -> int | None:
     """Return the number of updates of a training; None if this rank does not hold it."""
     training = host.get_kept(RankTraining).get(name)
-    return training and training.updates
+    return None if training is None else training.updates
 
 
 def step(host: RankServer, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, RankStepStats]:
@@ -256,7 +256,7 @@ def start_calibration(host: RankServer, recipes: CalibrationRecipes, quick: bool
 
 def run_calibration_part(host: RankServer) -> Machine | None:
     calibration = host.get_kept(Calibration).get("")
-    return calibration and calibration.run_part()
+    return None if calibration is None else calibration.run_part()
 
 
 def discard_calibration(host: RankServer) -> None:

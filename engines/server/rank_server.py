@@ -374,9 +374,10 @@ def run(common: bytes | int, own: bytes | int, followed: NotebookImports, part_b
 
     signal.signal(signal.SIGINT, interrupt_once)
     try:
-        if isinstance(common, int) and isinstance(own, int):
-            common, own = _take_work(host, common, own)
-        reply = execute(host, common, own, followed)
+        if isinstance(common, int) or isinstance(own, int):  # both are
+            reply = execute(host, *_take_work(host, int(common), int(own)), followed)
+        else:
+            reply = execute(host, common, own, followed)
     except RankError as error:  # parts that have not arrived
         reply = _revoke_and_reply(host, error, before)
     except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure

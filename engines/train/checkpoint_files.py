@@ -93,8 +93,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise make_damaged_error(
             path, f"{MANIFEST} does not say what {wrong[0]!r} is, but {str(read.get(wrong[0]))[:40]}"
         )
-    if wrong := _find_contradiction(path, read):
-        raise make_damaged_error(path, wrong)
+    if contradiction := _find_contradiction(path, read):
+        raise make_damaged_error(path, contradiction)
     return read
 
 
@@ -218,7 +218,7 @@ class TensorFile:
     def add(self, tensor: Tensor) -> None:
         """Append the next tensor, which must be contiguous and in host memory."""
         # Viewed as bytes, because numpy has no bfloat16 or float8.
-        self._write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        self._write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     def _write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
@@ -252,11 +252,11 @@ class CheckpointWriter:
         self.written: dict[str, dict[str, int]] = {}
         self._failure: OSError | None = None
         self._file: TensorFile | None = None
-        self._path: Path | None = None
-        self._lock = ExitStack()
+        self._draft, self._lock = ExitStack(), ExitStack()
         try:
             self._lock.enter_context(lock_folder(folder))
             self._path = create_draft(folder)
+            self._draft.callback(shutil.rmtree, self._path, ignore_errors=True)
             if (free := get_free_bytes(folder)) < needed_bytes:
                 raise make_space_error(folder, needed_bytes, free)
         except OSError as error:
@@ -268,27 +268,19 @@ class CheckpointWriter:
 
     def write_file(self, name: str, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
         """Write the file `name` with `tensors`, which are in the order of `specs`."""
-
-        def open_file() -> None:
-            self._file = TensorFile(self._path / name, specs)
-
-        def close_file() -> None:
-            self._file.close()
-            self.written[name] = {"bytes": self._file.bytes, "crc32": self._file.crc32}
-
-        self._try(open_file)
-        # After an error all tensors are still taken: a rank whose tensor nobody received would block in its send.
-        for tensor in tensors:
-            self._try(lambda tensor=tensor: self._file.add(tensor))
-        self._try(close_file)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """Do the work, unless some has failed before."""
+        left = iter(tensors)
         if self._failure is None:
             try:
-                work()
+                file = self._file = TensorFile(self._path / name, specs)
+                for tensor in left:
+                    file.add(tensor)
+                file.close()
+                self.written[name] = {"bytes": file.bytes, "crc32": file.crc32}
             except OSError as error:
                 self._failure = error
+        # After an error all tensors are still taken: a rank whose tensor nobody received would block in its send.
+        for _ in left:
+            pass
 
     def finish(self, manifest: Mapping[str, Any], keep: int) -> Path:
         """Publish the checkpoint on disk and remove all but the last `keep` of its training. Raises CheckpointError."""
@@ -300,7 +292,7 @@ class CheckpointWriter:
                 file.flush()
                 os.fsync(file.fileno())
             checkpoint = publish_draft(self._path, manifest["step"])
-            self._path = None  # it is no draft any more, so `discard` must not remove it
+            self._draft.pop_all()  # it is no draft any more, so `discard` must not remove it
         except OSError as error:
             self.discard()
             raise self._make_error(error) from error
@@ -323,14 +315,13 @@ class CheckpointWriter:
         if self._file:
             with suppress(OSError):  # closing flushes the buffer, which fails again on a full disk
                 self._file.close(complete=False)
-        if self._path:
-            shutil.rmtree(self._path, ignore_errors=True)
-        self._path = self._file = None
+        self._file = None
+        self._draft.close()
         self._lock.close()
 
     def _make_error(self, error: OSError) -> CheckpointError:
         if error.errno in _FULL:
-            return make_space_error(self.folder, self.needed_bytes, get_free_bytes(self.folder), error.strerror)
+            return make_space_error(self.folder, self.needed_bytes, get_free_bytes(self.folder), error.strerror or "")
         mend = describe_remedy(error.errno) if error.errno in _PASSING else "Name a folder that this user may write to."
         return CheckpointError(
             f"{self.folder}: no checkpoint can be written here: {error.strerror or error}. Those that are there are as "

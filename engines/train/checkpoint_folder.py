@@ -60,13 +60,13 @@ def find_errno(error: BaseException) -> int | None:
     return next((number for number in _MENDS if os.strerror(number) in text), None)
 
 
-def describe_remedy(number: int) -> str:
+def describe_remedy(number: int | None) -> str:
     """Return a sentence that says what helps against an error of the system.
 
     >>> describe_remedy(errno.EMFILE)
     'Close what else is open, or allow more open files (ulimit -n), and try again.'
     """
-    return _MENDS.get(number, _USUAL_MEND)
+    return _USUAL_MEND if number is None else _MENDS.get(number, _USUAL_MEND)
 
 
 def make_damaged_error(path: Path, why: str) -> DamagedError:

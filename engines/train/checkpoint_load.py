@@ -100,8 +100,8 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
             optimiser.load_state_dict(state_dict)
             if checkpoint.manifest["precision"] == training.recipe.plan.precision:
                 _restore_dtypes(optimiser, state_dict["state"])
-    if descent.scheduler:
-        state = _read_scheduler_state(checkpoint, len(descent.optimiser.param_groups))
+    if optimiser and descent.scheduler:
+        state = _read_scheduler_state(checkpoint, len(optimiser.param_groups))
         with checkpoint.translate_errors():
             check_scheduler_state(state, descent.scheduler)
             descent.scheduler.load_state_dict(state)
@@ -206,7 +206,7 @@ def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) ->
     if optimiser:
         names = {id(given[spec.name]): spec.key for spec in recipe.parameters}
         made_state = _check_optimiser_state(checkpoint, optimiser, names)
-        if paced:
+        if paced and recipe.scheduler:
             state = _read_scheduler_state(checkpoint, len(optimiser.param_groups))
             with checkpoint.translate_errors():
                 check_scheduler_step(optimiser, made_state, recipe.scheduler, state, checkpoint.step)

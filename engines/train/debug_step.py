@@ -199,10 +199,11 @@ class RankStepper:
             return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
 
         effects = []
-        for landing in self._landings:
-            place = self._get_plane(landing.move.tile)
-            tensors = (cut_plane(tensor, place) for tensor in (landing.before, landing.arrived, landing.after))
-            effects.append(ReceivedMessage(landing.move, *tensors))
+        if get_plane := self._get_plane:
+            for landing in self._landings:
+                place = get_plane(landing.move.tile)
+                tensors = (cut_plane(tensor, place) for tensor in (landing.before, landing.arrived, landing.after))
+                effects.append(ReceivedMessage(landing.move, *tensors))
         part = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if part is None:
             return None, effects, self._summed

@@ -19,7 +19,6 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, to_user_name
 from mpi4dl_nb.engines.graph.traceability import has_hooks
-from mpi4dl_nb.engines.program.update import Scheduler
 from mpi4dl_nb.engines.train.optimisers import (
     Optimiser,
     ParameterSpec,
@@ -109,7 +108,7 @@ def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, 
     return {name: numbers.get(id(weight), -1) for name, weight in named.items()}
 
 
-def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
+def check_scheduler(scheduler: object, made: torch.optim.Optimizer) -> None:
     """Raise PlanError unless `scheduler` makes a scheduler of the optimiser that can step once after each update."""
     if not callable(scheduler):
         kind = type(scheduler).__name__
@@ -247,7 +246,8 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
     They are counted on weights of the model's shapes, of about four million elements together, or on the smallest if
     all are larger. Raises PlanError if the optimiser cannot be made or cannot step.
     """
-    frozen, weights, left = find_frozen(function, specs), {}, _COUNTED
+    frozen, left = find_frozen(function, specs), _COUNTED
+    weights: dict[str, nn.Parameter] = {}
     trained = [spec for spec in specs if spec.requires_grad and spec.key not in frozen]
     for number, spec in enumerate(sorted(trained, key=_count_elements, reverse=True), 1):
         if _count_elements(spec) <= left or (not weights and number == len(trained)):

@@ -141,8 +141,9 @@ def make_on_rank(
         mine = [id(weight) in kept for weight in group["params"]]
         for key in group.keys() & {"params", "param_names"}:
             group[key][:] = list(compress(group[key], mine))
-    for weight in [key for key in optimiser.state if isinstance(key, Tensor) and id(key) not in kept]:
-        del optimiser.state[weight]
+    states: dict[Any, Any] = optimiser.state  # an optimiser of the user's may keep some by other keys
+    for weight in [key for key in states if isinstance(key, Tensor) and id(key) not in kept]:
+        del states[weight]
     return optimiser
 
 

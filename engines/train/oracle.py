@@ -134,8 +134,8 @@ class ReferenceTraining:
             self.begun += together
             with random, self._make_autocast():
                 answer = self.model(images.to(self.dtype))
-                if not self.whole_loss:
-                    values = [call_loss(self.loss, *pair)[0] for pair in _split(together, answer, labels)]
+                pairs = () if self.whole_loss else _split(together, answer, labels)
+                values = [call_loss(self.loss, *pair)[0] for pair in pairs]
             if self.whole_loss:
                 outputs.append(answer)
                 continue

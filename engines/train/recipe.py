@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
+from mpi4dl_nb.engines.checks import is_number
 from mpi4dl_nb.engines.comm.device import choose_autocast_type
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.operator_table import UserOps
@@ -171,7 +171,7 @@ def prepare(
     """
     loss = loss or nn.CrossEntropyLoss()
     graph = graph or TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
     used = {name for node in graph.nodes for name in node.reads}
     parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)

@@ -83,7 +83,7 @@ class GradientsOnly(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Do nothing."""
 
 

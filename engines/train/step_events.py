@@ -18,6 +18,7 @@ from mpi4dl_nb.engines.geometry.tiles import Move, Plane
 from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.plan.schedule import PipelineAction, Schedule, Slot
 from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
 from mpi4dl_nb.engines.train.debug_step import SumResult, ViewRequest, ViewResult
 
@@ -109,13 +110,21 @@ class StepEvent(FactTable):
 
 @dataclass(frozen=True, slots=True)
 class RankPanel:
-    """The part of a value that a rank shows: `seen` of `extent`, or the reason why there is nothing."""
+    """The part of a value that a rank shows: `seen` of `extent`."""
 
     rank: int
-    extent: Shard | None
+    extent: Shard
     gradient: bool
-    seen: ViewResult | None
-    why: str = ""
+    seen: ViewResult
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyPanel:
+    """A rank that shows nothing, and the reason why."""
+
+    rank: int
+    why: str
+    seen: None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class StepView(FactTable):
     """
 
     event: StepEvent
-    panels: tuple[RankPanel, ...]
+    panels: tuple[RankPanel | EmptyPanel, ...]
     landed: tuple[tuple[Transfer, ReceivedMessage], ...]
     channel: int
     image: int
@@ -176,21 +185,21 @@ class StepView(FactTable):
         """The panels that show something, grouped by value and stage."""
         groups: dict[tuple[str, bool, int], list[RankPanel]] = {}
         for panel in self.panels:
-            if panel.seen is not None:
+            if isinstance(panel, RankPanel):
                 did = self.event.ranks[panel.rank].did
-                stage = did.work.stage if did is not None else -1  # the input images, before the first instruction
+                stage = did.work.stage if did and did.work else -1  # the input images, before the first instruction
                 groups.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
         return tuple(PanelGroup(tuple(panels)) for panels in groups.values())
 
     @property
     def last_channel(self) -> int:
         """The last channel of the value with the most channels."""
-        return max((panel.seen.channels for panel in self.panels if panel.seen is not None), default=1) - 1
+        return max((panel.seen.channels for panel in self.panels if isinstance(panel, RankPanel)), default=1) - 1
 
     @property
     def last_image(self) -> int:
         """The last image of a micro-batch."""
-        shown = (panel.extent for panel in self.panels if panel.seen is not None)
+        shown = (panel.extent for panel in self.panels if isinstance(panel, RankPanel))
         return max(((extent.split_shape or extent.shape)[0] for extent in shown if extent.axes), default=1) - 1
 
 
@@ -225,7 +234,7 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
     """Iterate over the transfers that a rank received in its last instruction."""
     exchange, back = did.step.instruction, did.step.phase is not Phase.FORWARD
     messages = exchange.get_effects(did.step.phase).messages
-    if messages and messages.waits:
+    if isinstance(exchange, Exchange) and messages and messages.waits:
         # In the backward pass an exchange runs in reverse: gradients arrive along the moves that the rank sent forward.
         #
         #     forward   rank 0 ── edge pixels ──> rank 1
@@ -295,11 +304,11 @@ class _ViewTarget:
         look = extent.plane, image, channel, bound_px, extent.held_shape
         return ViewRequest(extent.name, self.micro_batch, self.gradient, *look)
 
-    def make_panel(self, rank: RankEvent, seen: ViewResult | None, image: int) -> RankPanel:
-        """Return the panel for the rank's reply, or with the reason why there is nothing to show."""
-        if seen is not None:
-            why = ""
-        elif self.extent is not None and self.extent.images is not None and image not in self.extent.images:
+    def make_panel(self, rank: RankEvent, seen: ViewResult | None, image: int) -> RankPanel | EmptyPanel:
+        """Return the panel for the rank's reply, or the reason why there is nothing to show."""
+        if seen is not None and self.extent is not None:
+            return RankPanel(rank.rank, self.extent, self.gradient, seen)
+        if self.extent is not None and self.extent.images is not None and image not in self.extent.images:
             why = f"image {image} is on another rank"
         elif rank.did is None:
             why = "nothing has come to it yet"
@@ -309,7 +318,7 @@ class _ViewTarget:
             why = f"{rank.did.kind}: the weights, no image"
         else:
             why = "no single value to show"
-        return RankPanel(rank.rank, self.extent, self.gradient, seen, why)
+        return EmptyPanel(rank.rank, why)
 
 
 @dataclass(frozen=True)

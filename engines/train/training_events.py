@@ -46,7 +46,8 @@ class Counts:
         if not self.true or not other.true:
             return self if self.true else other
         pairs = ((self.right, other.right), (self.predicted, other.predicted), (self.true, other.true))
-        return Counts(*(tuple(map(sum, zip(*pair, strict=True))) for pair in pairs), self.pixels)
+        right, predicted, true = (tuple(map(sum, zip(*pair, strict=True))) for pair in pairs)
+        return Counts(right, predicted, true, self.pixels)
 
     @property
     def accuracy(self) -> float | None:
@@ -107,8 +108,8 @@ def _count(guess: Tensor, labels: Tensor, classes: int, of_pixels: bool) -> Coun
     guess, truth = guess[judged], truth[judged]
     # Three histograms over the classes: right, predicted, true.
     samples = (guess[guess == truth], guess, truth)
-    histograms = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in samples)
-    return Counts(*histograms, of_pixels)
+    right, predicted, true = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in samples)
+    return Counts(right, predicted, true, of_pixels)
 
 
 # The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary.

@@ -287,10 +287,14 @@ def _train_plain_model(
 ) -> TrainingRecord:
     count, whole_model = recipe.plan.micro_batches, recipe.compares_whole
     unknown = recipe.graph.whole is not None and recipe.graph.whole.unknown  # each micro-batch has a loss of its own
-    how = {"whole_model": whole_model, "whole_loss": recipe.has_whole_loss or (whole_model and not unknown)}
+    whole_loss = recipe.has_whole_loss or (whole_model and not unknown)
 
     def run() -> TrainingRecord:
-        alone = ReferenceTraining(model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, **how)
+        alone = ReferenceTraining(
+            *(model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules),
+            whole_model=whole_model,
+            whole_loss=whole_loss,
+        )
         begin(alone)
         return train_reference(alone, batches)
 
