@@ -50,8 +50,8 @@ class Builder(ValueLayouts):
     #   nodes         conv, relu          conv                     pool over the image     linear
     #   instructions  [segment0]  (exchange)  [segment2: conv, sum]  (all-reduce)  [segment4: divide, linear]
     _open: list[LocalOp] = field(default_factory=list)
-    # The exchanges made so far, by what they fetch: (value, tiles of all ranks, fill) -> name of the result.
-    _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    # The exchanges made so far, by what they fetch: (value, tiles of all ranks, fill) -> the result.
+    _windows: dict[tuple[Any, ...], Ref] = field(default_factory=dict)
     _module: str = ""
     _graded: bool = True
     _from: Ref | None = None  # what the current node reads instead of its own window (interior and strips)
@@ -208,8 +208,8 @@ class Builder(ValueLayouts):
             value = self.get_value(ref)
             everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
             window = self.exchange(self.crop_to_own(ref), everything, 0.0)
-            kernel, *shape = ["aten.alias.default"] if value.is_split else ["aten.reshape.default", value.spec.shape]
-            self.add_local_op(target, kernel, window, *shape, like=value.spec)
+            kernel, shape = ("alias", ()) if value.is_split else ("reshape", (value.spec.shape,))
+            self.add_local_op(target, f"aten.{kernel}.default", window, *shape, like=value.spec)
         return Ref(target) if self.is_tiled(ref) else ref
 
     def crop_to_own(self, ref: Ref) -> Ref:
@@ -350,4 +350,5 @@ def _compute_transfers(
         if move.source != move.target:
             sends[move.source].append(move)
             receives[move.target].append(move)
-    return tuple({rank: tuple(moves) for rank, moves in side.items()} for side in (sends, receives))
+    sent, received = ({rank: tuple(moves) for rank, moves in side.items()} for side in (sends, receives))
+    return sent, received

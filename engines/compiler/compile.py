@@ -11,7 +11,7 @@ from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.lowering import STAGE_TAGS, Lowering, add_inputs
 from mpi4dl_nb.engines.compiler.operator_table import lower
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.graph.model_graph import BatchLoss, ModelGraph, is_synced_count
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, is_synced_count
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Role
 from mpi4dl_nb.engines.plan.make_schedule import make_schedule
@@ -39,7 +39,7 @@ def make_buckets(
     start the buckets in different orders; each bucket therefore has its own tag, from `tag` on.
     """
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name in reversed(graph.weights):
+    for name in reversed(tuple(graph.weights)):
         if name in graph.trainable and len(holders[name]) > 1:
             groups[holders[name]].append(name)
     buckets: list[SumGradients] = []
@@ -53,12 +53,6 @@ def make_buckets(
                 buckets.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
                 part = []
     return tuple(buckets)
-
-
-def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
-    """Return the part of a graph that depends on the labels alone."""
-    inputs = {"labels": graph.inputs["labels"]}
-    return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), whole=None)
 
 
 def compile_plan(graph: ModelGraph, plan: Plan) -> tuple[Program, ...]:
@@ -160,17 +154,18 @@ class Compiler:
         """
         graph, last = self.graph, self.plan.split_size - 1
         roles = {role.direction: role for role in self.layout.roles[program.rank] if role.stage == last}
-        if not (graph.totals and roles):
+        if not (graph.whole and graph.totals and roles):
             return
+        labels = {"labels": graph.inputs["labels"]}
+        counting = replace(graph, inputs=labels, nodes=graph.whole.nodes, trainable=frozenset(), whole=None)
         sources, ways = frozenset(total.source for total in graph.totals), {}
         for direction, role in roles.items():
             stage = self.layout.get_pipeline(role).stages[last]
-            labels = _extract_label_graph(graph, graph.whole)
             # The second half of the last stage's block of tags: the stage's own exchanges count up from its start.
             tag = STAGE_TAGS * (1 + last + direction * self.plan.split_size) + STAGE_TAGS // 2
-            builder = Builder(labels, stage, role.tile, tag)
+            builder = Builder(counting, stage, role.tile, tag)
             add_inputs(builder)
-            for node in labels.nodes:
+            for node in counting.nodes:
                 lower(builder, node)
             forward = {last: tuple(builder.finish(sources))}
             ways[direction] = DirectionProgram(forward, {}, None, None, role.tile == 0, sources)
@@ -181,8 +176,8 @@ class Compiler:
         buffers = sorted(graph.whole.reads - graph.inputs.keys())
         count_program = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
         count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
-        counting = CountLabels("labels", count_program, count, self.layout.find_ranks([last]))
-        yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
+        instruction = CountLabels("labels", count_program, count, self.layout.find_ranks([last]))
+        yield Step(instruction, Phase.FORWARD, program.steps[0].micro_batch)
 
     def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
         splits = self.plan.rule.splits
@@ -220,7 +215,7 @@ class Compiler:
             yield step
             yield from (Step(bucket, Phase.BACKWARD, step.micro_batch) for bucket in begun[index])
 
-    def _get_trained_weights(self, item: Instruction) -> set[str]:
+    def _get_trained_weights(self, item: Instruction) -> frozenset[str]:
         """Return the trained weights that a segment reads."""
         return self.graph.trainable & {name for op in item.local_ops if op.graded for name in op.reads}
 
@@ -233,7 +228,7 @@ class Compiler:
         lasting.update(ends if last else ())
         shard = self.lowering.get_prediction_shard(last) if last else None
         # Tile 0 alone reports a prediction that all tiles hold whole.
-        if shard and not shard.axes and last.tile != 0:
+        if last and shard and not shard.axes and last.tile != 0:
             shard = None
         return DirectionProgram(
             stages={role.stage: self.lowering.build_forward(role, lasting) for role in roles},

@@ -14,6 +14,7 @@ from mpi4dl_nb.engines.compiler.builder import Builder, HaloRead
 from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import compute_interior, compute_window
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.kernels import cut_spans, register_kernel
 
 Lower = Callable[[Builder, Node], None]
@@ -49,8 +50,9 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     key = (source, *rules, tuple(outputs.items()), borrowed.fill)
     first = key not in b.strips  # `undo_node` keeps the strips: a second reader of the same window posts no exchange
     borders = _compute_borders(inner[b.rank], outputs[b.rank]) if b.rank in inner else ()
+    started = _start_exchange(b, source, wanted, borrowed, borders) if first else None
     if first:
-        b.strips[key] = _start_exchange(b, source, wanted, borrowed, borders)
+        b.strips[key] = started.strips if started else ()
     if not borders:
         with b.restrict_node(source):  # this rank reads own pixels only, but its exchange still sends to the others
             lower(b, node)
@@ -62,12 +64,11 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     axes, place = b.values[part].axes, _compute_range(inner[b.rank], out)
     begun = b.add_local_op(f"{part}.begun", "tile.begun", Ref(part), out.shape, place, axes, like=node.spec, axes=axes)
     begun = b.hold(b.get_value(begun), out)
-    if first:
+    if started:
         # The flush ends the segment with the interior, which runs between the two halves of the exchange.
-        begins = b.instructions[-1]
         b.flush(interior=True)
-        b.instructions.append(begins.adjoint)
-        for name, tile in begins.strips:
+        b.instructions.append(started.adjoint)
+        for name, tile in started.strips:
             b.hold(replace(b.get_value(source), name=name), tile)
     # The borders, each from its strip.
     names = [f"{node.name}.border{index}" for index in range(len(borders))]
@@ -111,20 +112,19 @@ def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
 
 def _start_exchange(
     b: Builder, source: Ref, wanted: Mapping[int, Tile], borrowed: HaloRead, borders: Sequence[Tile]
-) -> tuple[tuple[str, Tile], ...]:
-    """Begin the exchange of whole windows, of which this rank builds only the strips that its borders read."""
+) -> Exchange | None:
+    """Begin the exchange of whole windows, of which this rank builds only the strips that its borders read, if any."""
     target = b.exchange(b.crop_to_own(source), wanted, borrowed.fill)
-    if not borders:
-        return ()
     # The window itself is never built: its exchange becomes the first half of one that fills the strips.
-    exchange = b.instructions.pop()
-    del b.values[target.name]
+    if not borders or not isinstance(exchange := b.instructions[-1], Exchange):
+        return None
+    del b.instructions[-1], b.values[target.name]
     strips = tuple(
         (f"{target.name}.strip{index}", compute_window(border, borrowed.read.rules))
         for index, border in enumerate(borders)
     )
     b.instructions.append(exchange.split(strips))
-    return strips
+    return exchange.split(strips)
 
 
 def _compute_range(piece: Tile, out: Tile) -> PixelRange:

@@ -158,7 +158,7 @@ class LabelCounter:
         spread = any(feed.axes for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         # A program like that of a forward pass, whose only inputs are labels.
-        self.worker = None
+        self.worker: Worker | None = None
         for label_program in (instruction.program for instruction in program.select_instructions(CountLabels)):
             buffers = {name: owned[name].detach() for name in label_program.buffers}
             self.worker = Worker(label_program, world, {}, buffers, device=device)
@@ -170,6 +170,8 @@ class LabelCounter:
         Collective over the ranks of the last stage.
         """
         worker, group = self.worker, instruction.group
+        if worker is None:
+            raise TypeError(f"The program of this rank has no instruction {instruction.name}.")
         worker.run({micro_batch: {"labels": labels[micro_batch]} for micro_batch in worker.program.directions})
         parts = []
         for total in self.totals:
@@ -282,9 +284,10 @@ def _find_uncounted_labels(
         )
     for number, state in worker.micro_batch_states.items():
         # Where totals are taken over the whole batch, a micro-batch without labels does no harm.
-        if counting.totals or state.inputs.get("labels") is None or micro_batch not in (None, number):
+        held = state.inputs.get("labels")
+        if counting.totals or held is None or micro_batch not in (None, number):
             continue
-        labels = state.fetch(state.inputs["labels"])
+        labels = state.fetch(held)
         whole = labels.shape == graph.inputs["labels"].shape
         for numbers in find_label_specs(graph):
             # Of a tile of the labels, the part that a task takes is not known.
@@ -302,9 +305,9 @@ def _find_uncounted_labels(
 def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
     for number, state in worker.micro_batch_states.items():
         for name, tensor in state.inputs.items():
-            gone = tensor is None  # sequential tiles release inputs that they no longer need
-            bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(state.fetch(tensor))
-            if bad:
+            if tensor is None or micro_batch not in (None, number):  # released, or of another micro-batch
+                continue
+            if bad := _count_non_finite(state.fetch(tensor)):
                 where = LABELS if name == "labels" else IMAGES
                 what = "1 value" if bad == 1 else f"{bad} values"
                 verb = "is" if bad == 1 else "are"

@@ -46,15 +46,16 @@ class BatchAggregation:
         """Whether any pointwise function, linear or not, may be applied to each micro-batch separately."""
         return self.kind in (AggregationKind.ROWS, AggregationKind.SAME) and self.degree == 0
 
-    def combine(self, *others: BatchAggregation, **changes: object) -> BatchAggregation:
+    def combine(self, *others: BatchAggregation, degree: int | None = None) -> BatchAggregation:
         """Return the aggregation of a value computed from this one and `others`.
 
-        It is known if all are, derived if any is, and has the denominators of all. `changes` replace fields.
+        It is known if all are, derived if any is, and has the denominators of all. Its degree is that of this one, or
+        the one that is given.
         """
         every = (self, *others)
         known, derived = all(share.known for share in every), any(share.derived for share in every)
-        over = frozenset().union(*(share.over for share in every))
-        return replace(self, known=known, derived=derived, over=over, **changes)
+        over = frozenset[str]().union(*(share.over for share in every))
+        return replace(self, known=known, derived=derived, over=over, degree=self.degree if degree is None else degree)
 
 
 # Two micro-batches (M = 2) of four images, and the mean squared error of their predictions p:

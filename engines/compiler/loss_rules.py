@@ -53,8 +53,9 @@ def propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a broadcast or fill whose output shape may contain the batch size."""
     ref = node.arguments.get("self")
-    is_fill = not isinstance(ref, Ref) or node.operator.startswith("aten.new_")  # `new_zeros` takes only the type
-    share = CONSTANT if is_fill else a.get_aggregation(ref.name)
+    share = CONSTANT
+    if isinstance(ref, Ref) and not node.operator.startswith("aten.new_"):  # `new_zeros` takes only the type
+        share = a.get_aggregation(ref.name)
     # A fill with the number of images, or with its inverse, is not the same in the whole batch.
     if a.get_number_aggregation(node, "fill_value") != CONSTANT:
         return None

@@ -186,7 +186,7 @@ def _propagate_recurrent(
     if any(shares[name].axis != (first if name == reads[0] else 1) for name in rows):
         return None
     combined = CONSTANT.combine(*shares.values())
-    return make_rows(combined, 0) if combined and all(share.is_plain for share in shares.values()) else None
+    return make_rows(combined, 0) if all(share.is_plain for share in shares.values()) else None
 
 
 def _propagate_einsum(a: ModelAnalysis, node: Node, shares: Mapping[str, BatchAggregation]) -> BatchAggregation | None:

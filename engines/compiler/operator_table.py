@@ -134,13 +134,13 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
             raise refusal from None
         shared = b.stage.shares > 1
         raise (make_shared_images_error(node, refusal.why) if shared else TraceError(str(refusal))) from None
-    if not places or not b.can_tile(get_sizes(node.spec.shape, places)):
+    if not places or not b.can_tile(get_sizes(node.result.shape, places)):
         _lower(b, replace(node, arguments=arguments))
         return
     whole = f"{node.name}.whole"
     _lower(b, replace(node, name=whole, arguments=arguments))
-    part = cut_to_tile(b, node, Ref(whole), ValueLayout(node.name, node.spec, places, differentiable=True))
-    b.add_local_op(node.name, "aten.alias.default", part, like=node.spec, axes=places)
+    part = cut_to_tile(b, node, Ref(whole), ValueLayout(node.name, node.result, places, differentiable=True))
+    b.add_local_op(node.name, "aten.alias.default", part, like=node.result, axes=places)
 
 
 def _lower(b: Builder, node: Node) -> None:

@@ -114,7 +114,7 @@ class ReceptiveFields:
         value = self._builder.values.get(node)
         return value is not None and bool(value.places)
 
-    def get_size_px(self, node: str) -> tuple[int, int]:
+    def get_size_px(self, node: str) -> tuple[int, ...]:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
         if not self.has_pixels(node):
             known = [name for name, layout in self._builder.values.items() if layout.places]
@@ -146,7 +146,7 @@ class ReceptiveFields:
         return fields
 
     def _find_windows(
-        self, node: str, name: str, out_px: tuple[int, int], whole: Tile
+        self, node: str, name: str, out_px: tuple[int, ...], whole: Tile
     ) -> list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]]:
         """Return, for each way in which a node reads a value, the first and last positions by output, axis by axis."""
         if reads := self._rules.get((node, name)):

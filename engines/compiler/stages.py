@@ -97,9 +97,11 @@ def _find_balance(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
     #     0                                start               end
     #
     # Ranges start at the stage number, so that no stage is empty.
-    best = {end: (total[end] / tiles[0], (end,)) for end in range(1, len(found) + 1)}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        end: (total[end] / tiles[0], (end,)) for end in range(1, len(found) + 1)
+    }
     for stage in range(1, len(tiles)):
-        longer = {}
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in range(stage + 1, len(found) + 1):
             longer[end] = min(
                 (max(best[start][0], (total[end] - total[start]) / tiles[stage]), (*best[start][1], end - start))

@@ -137,7 +137,7 @@ def _locate_instructions(
     }
     for stage, items in stages.items():
         waiting: list[str] = []
-        layer, modules = "", ()
+        layer, modules = "", tuple[str, ...]()
         for item in items:
             waiting.append(item.name)
             if item.is_local:
@@ -261,5 +261,5 @@ def _find_sync(step: Step, effects: Effects, everyone: frozenset[int]) -> tuple[
     # An all-reduce proceeds only while its ranks run it: one that waits for the end needs the others to wait, too.
     waited = [reduction.group for reduction in effects.reductions if reduction.waits]
     ends = bool(waited) or not effects.reductions
-    key = (name, step.phase is Phase.FORWARD, ends, here)
-    return key, key, everyone if effects.updates is not None else frozenset[int]().union(*waited)
+    of_sum = (name, step.phase is Phase.FORWARD, ends, here)
+    return of_sum, of_sum, everyone if effects.updates is not None else frozenset[int]().union(*waited)

@@ -76,10 +76,8 @@ class TraceCache:
         object.__setattr__(self, "image_shape", check_image_shape(self.image_shape))
         check_layer_names(self.model)
         check_forward(self.model)
-        labels = self.labels
-        if isinstance(labels, Tensor):
-            labels = make_tensor_spec(labels)
-        elif isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
+        labels = self.label_spec
+        if isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
             labels = TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
         elif labels is not None:
             raise ImageError(
@@ -89,9 +87,14 @@ class TraceCache:
             )
         object.__setattr__(self, "labels", labels)
 
+    @property
+    def label_spec(self) -> TensorSpec | None:
+        """The spec of the labels of a batch, if they are given."""
+        return make_tensor_spec(self.labels) if isinstance(self.labels, Tensor) else self.labels
+
     def with_batch(self, images: int) -> TraceCache:
         """Return a cache for the same model with batches of `images` images; both share their traces."""
-        labels = self.labels
+        labels = self.label_spec
         if labels and labels.shape:
             count = labels.shape[0] * images // self.image_shape[0]
             labels = replace(labels, shape=(count, *labels.shape[1:]))
@@ -104,7 +107,7 @@ class TraceCache:
         have the height and the width of the images as their last axes follow these.
         Raises ImageError for an invalid `image_shape`.
         """
-        cache, labels = replace(self, image_shape=image_shape, labels=None), self.labels
+        cache, labels = replace(self, image_shape=image_shape, labels=None), self.label_spec
         if labels and labels.shape:
             shape = (labels.shape[0] * cache.image_shape[0] // self.image_shape[0], *labels.shape[1:])
             if len(shape) > 2 and shape[-2:] == self.image_shape[-2:]:
@@ -197,11 +200,11 @@ class TraceCache:
             # A trace would lose side effects of forward.
             check_side_effects(self._traceable, images)
             self._checked.add(checked)
-        if self.labels:
+        if labels := self.label_spec:
             # Some losses refuse labels of a lower precision than the model's.
-            kinds = (getattr(torch, name) for name in (self.labels.dtype, plan.held_in))
+            kinds = (getattr(torch, name) for name in (labels.dtype, plan.held_in))
             dtype = str(torch.promote_types(*kinds)).removeprefix("torch.")
-            labels = replace(self.labels, dtype=dtype) if self.labels.is_floating else self.labels
+            labels = replace(labels, dtype=dtype) if labels.is_floating else labels
             return images, get_micro_batch_spec("labels", labels, plan)
         # Class numbers: one for each row of the model's output, or for each pixel.
         shape = infer_output_spec(self._traceable, images).shape

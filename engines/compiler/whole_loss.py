@@ -116,9 +116,9 @@ class _LossRewrite:
         # Their mean over the M micro-batches is (sum of all losses) / (M * total), and M * total counts all labels.
         nodes = {node.name: node for node in self.found.graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
-        totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
+        totals = [BatchTotal(_name_total(source), source, node.result, 1) for source, node in counted.items()]
         degrees = {name: self.found.aggregations[name].degree for name in sorted(self.found.totals)}
-        totals += [BatchTotal(_name_total(name), name, nodes[name].spec, degree) for name, degree in degrees.items()]
+        totals += [BatchTotal(_name_total(name), name, nodes[name].result, degree) for name, degree in degrees.items()]
         for source, node in counted.items():
             arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
             spec = TensorSpec((), "float64")
@@ -172,7 +172,7 @@ class _LossRewrite:
                 rewritten = replace(rewritten, operator="aten.div.Tensor", arguments=quotient, flops=0)
             nodes.append(rewritten)
         loss = graph.loss
-        if _is_sum(self.loss):
+        if loss is not None and _is_sum(self.loss):
             nodes.append(self._make_scaled_sum(loss))
             loss = nodes[-1].name
         read, kept = {loss, *graph.answers}, []

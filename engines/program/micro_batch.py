@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,12 +37,13 @@ class MicroBatchState(LiveValues[Tensor]):
     """The values of one micro-batch as leaf tensors: the gradients of all readers of a value accumulate in `.grad`.
 
     `values` are those that the forward pass has still to read, `leaves` those that the backward pass needs. `seed` is
-    the seed of random numbers, `loss_gradient` the gradient of the loss with which the backward pass starts.
+    the seed of random numbers, `loss_gradient` the gradient of the loss with which the backward pass starts. `inputs`
+    are None where they may be released.
     """
 
     runtime: Runtime
     direction_program: DirectionProgram
-    inputs: InitVar[Mapping[str, Tensor]]
+    inputs: Mapping[str, Tensor | None]
     seed: int
     loss_gradient: float
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -57,10 +58,10 @@ class MicroBatchState(LiveValues[Tensor]):
     # By exchange, from where it begins to where it ends.
     _under_way: dict[str, StartedExchange] = field(default_factory=dict)
 
-    def __post_init__(self, inputs: Mapping[str, Tensor]) -> None:
-        self.input_names = frozenset(inputs)
-        self.values.update(inputs)
-        self.leaves.update(inputs)
+    def __post_init__(self) -> None:
+        tensors = {name: tensor for name, tensor in self.inputs.items() if tensor is not None}
+        self.values.update(tensors)
+        self.leaves.update(tensors)
 
     def run_instruction(self, instruction: Instruction, phase: Phase) -> int:
         """Run one instruction and return the bytes that it sent."""
@@ -95,7 +96,7 @@ class MicroBatchState(LiveValues[Tensor]):
 
     def end_step(self) -> None:
         """Keep only the values that outlive the step."""
-        kept = self.direction_program.kept_to_end | self.input_names
+        kept = self.direction_program.kept_to_end | self.inputs.keys()
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
         self.values = {name: value for name, value in self.values.items() if name in kept}
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -228,15 +228,16 @@ class OffloadingMicroBatch(MicroBatchState):
     _touched: dict[str, Instruction] = field(default_factory=dict)
     _going_back: Instruction | None = None
 
-    def __post_init__(self, inputs: Mapping[str, Tensor]) -> None:
+    def __post_init__(self) -> None:
         # The caller's pixels, in tensors of their own memory, so that moving one moves nothing else.
-        super().__post_init__(
-            {
-                name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-                for name, part in inputs.items()
-            }
-        )
-        self._begun = list(inputs)
+        self.inputs = {
+            name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+            for name, part in self.inputs.items()
+            if part is not None
+        }
+        super().__post_init__()
+        self._begun = list(self.inputs)
+        self.inputs = dict.fromkeys(self.inputs)  # names only, so that inputs can be freed
 
     def run_instruction(self, instruction: Instruction, phase: Phase) -> int:
         """Run one instruction with all that it reads in memory, and offload what it made; return the bytes sent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from mpi4dl_nb.engines.program.rng import SETTINGS, draws, find_sample_number
 @register_rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def assign(b: Builder, node: Node) -> None:
     """Assign a part: along a spatial axis each tile takes the lines of the part inside it, along others its pixels."""
-    a, part, count = node.arguments, node.arguments["src"], len(node.spec.shape)
+    a, part, count = node.arguments, node.arguments["src"], len(node.result.shape)
     dim, selects = a["dim"] - (count if a["dim"] >= 0 else 0), node.operator == "aten.select_scatter.default"
     axes = b.get_value(a["self"] if b.is_tiled(a["self"]) else part).axes
     if selects and not b.is_tiled(a["self"]):  # the part lacks the axis that is selected
@@ -42,7 +43,7 @@ def assign(b: Builder, node: Node) -> None:
     if dim in axes:
         if selects and b.is_tiled(part):
             raise make_gather_error(node, "writes one line from a part that is divided itself", axes)
-        size = node.spec.shape[dim]
+        size = node.result.shape[dim]
         numbers = [a["index"] % size] if selects else range(size)[a["start"] : a["end"] : a["step"]]
         if selects:
             # The selected axis comes back with size 1: one line, written as the lines of a slice are.
@@ -75,12 +76,12 @@ def put(b: Builder, node: Node) -> None:
     if tiled is None or len(picked) != 1 or b.is_tiled(picked[0][1]) or len(get_spec(b, picked[0][1].name).shape) != 1:
         raise make_gather_error(node, "writes by something other than one list of channels, rows or columns")
     axes, (place, index) = b.get_value(tiled).axes, picked[0]
-    dim = place - len(node.spec.shape)
+    dim = place - len(node.result.shape)
     if dim not in axes:
         images = {name: a[name] for name in ("self", "values")}
         apply_locally(b, node, axes, **align_arguments(b, replace(node, arguments=images)), indices=list(a["indices"]))
         return
-    numbers = read_line_numbers(b, node, index, node.spec.shape[dim])
+    numbers = read_line_numbers(b, node, index, node.result.shape[dim])
     if a["accumulate"]:
         raise make_gather_error(node, "adds to rows or columns by a list of their numbers", axes)
     if len(set(numbers)) < len(numbers):  # which value stays is undefined, and all of them receive the gradient
@@ -92,9 +93,9 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
     """Write rows or columns: those of `numbers` become the lines of the part in turn, or its only line."""
     if not numbers:
         whole = _align(b, node, node.arguments["self"], axes)
-        b.add_local_op(node.name, "aten.alias.default", whole, like=node.spec, axes=axes)
+        b.add_local_op(node.name, "aten.alias.default", whole, like=node.result, axes=axes)
         return
-    spec, size_px, place = get_spec(b, part.name), node.spec.get_sizes(axes), axes.index(dim)
+    spec, size_px, place = get_spec(b, part.name), node.result.get_sizes(axes), axes.index(dim)
     out = b.get_output_tiles(size_px)[b.rank]
     span = out[place]
     last = spec.shape[dim] - 1 if len(spec.shape) >= -dim else 0  # a single line is broadcast
@@ -106,7 +107,7 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
     #     part            0        1        2            that hardly more lines are fetched
     line_of = {number: min(line, last) for line, number in enumerate(numbers)}
     table, line = [], 0
-    for number in range(node.spec.shape[dim]):
+    for number in range(node.result.shape[dim]):
         line = line_of.get(number, line)
         table.append(line)
     begins = 0
@@ -125,7 +126,7 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
             part = b.add_local_op(f"{node.name}.own", "tile.cut", part, tuple(cuts), tuple(cuts.values()), like=spec)
     whole, owned = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
     lines, written = [table[number] - begins for number in owned], [number in line_of for number in owned]
-    b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.spec, axes=axes)
+    b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.result, axes=axes)
 
 
 @register_rule("aten.index_fill.int_Scalar")
@@ -135,16 +136,17 @@ def fill(b: Builder, node: Node) -> None:
     Since PyTorch 2.15 this is also what `x[:, :, [2, 0]] = 4` becomes.
     """
     a, axes = node.arguments, b.get_value(check_only_first_tiled(b, node)).axes
-    dim = a["dim"] % len(node.spec.shape) - len(node.spec.shape)
-    if dim in axes or a["index"].name in b.graph.constants:
-        numbers = set(read_line_numbers(b, node, a["index"], node.spec.shape[dim]))
+    dim = a["dim"] % len(node.result.shape) - len(node.result.shape)
     if dim not in axes:
+        if a["index"].name in b.graph.constants:  # the trace has not looked at the numbers
+            read_line_numbers(b, node, a["index"], node.result.shape[dim])
         apply_locally(b, node, axes)
         return
-    owned = b.get_output_tiles(node.spec.get_sizes(axes))[b.rank][axes.index(dim)]
+    numbers = set(read_line_numbers(b, node, a["index"], node.result.shape[dim]))
+    owned = b.get_output_tiles(node.result.get_sizes(axes))[b.rank][axes.index(dim)]
     written = [number in numbers for number in range(owned.start, owned.stop)]
     b.add_local_op(
-        node.name, "tile.fill", _align(b, node, a["self"], axes), dim, written, a["value"], like=node.spec, axes=axes
+        node.name, "tile.fill", _align(b, node, a["self"], axes), dim, written, a["value"], like=node.result, axes=axes
     )
 
 
@@ -174,12 +176,12 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
 def lower_constant(b: Builder, node: Node) -> None:
     """Create a constant on every rank; with tiles, all of its elements share the memory of one."""
     a = node.arguments
-    if len(b.stage.ranks) == 1 or len(node.spec.shape) < 2:
+    if len(b.stage.ranks) == 1 or len(node.result.shape) < 2:
         apply_locally(b, node, ())
         return
     value = a.get("fill_value", 1 if "ones" in node.operator else 0)
-    kind = getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.constant", value, list(node.spec.shape), kind, DEVICE, like=node.spec)
+    kind = getattr(torch, node.result.dtype)
+    b.add_local_op(node.name, "tile.constant", value, list(node.result.shape), kind, DEVICE, like=node.result)
 
 
 @register_kernel("tile.constant")
@@ -194,42 +196,41 @@ def expand_number(value: float, shape: Sequence[int], dtype: torch.dtype, device
 @register_rule(*draws, everywhere=True)
 def lower_random(b: Builder, node: Node) -> None:
     """Draw the part of a random tensor that is on this tile."""
-    source = next((node.arguments[name] for name in ("self", "input") if name in node.arguments), None)
-    places = b.get_value(source).places if isinstance(source, Ref) else ()
+    arguments = (node.arguments.get(name) for name in ("self", "input"))
+    source = next((argument for argument in arguments if isinstance(argument, Ref)), None)
+    places = b.get_value(source).places if source else ()
     # Numbers follow from the place in the whole image and the number of the draw: nothing is sent, and a stage that
     # is computed again draws the same.
     number = find_sample_number(b.graph, node)
     if number is None:
         apply_locally(b, node, places)
         return
-    value = ValueLayout(node.name, node.spec, places, differentiable=True)
+    value = ValueLayout(node.name, node.result, places, differentiable=True)
     split = value.split()
     if split is value:
         _draw(b, node, source, number, value.axes)
         return
     if "feature" in node.operator:
         raise make_gather_error(node, "draws one number for each channel, and rows and columns are merged")
-    _draw(b, replace(node, name=split.name, spec=split.spec), b.split_axes(source), number, split.axes)
-    shape = get_local_shape(b, node.spec, places)
-    b.add_local_op(node.name, "aten.reshape.default", Ref(split.name), shape, like=node.spec, axes=places)
+    parts = b.split_axes(source) if source else None
+    _draw(b, replace(node, name=split.name, spec=split.spec), parts, number, split.axes)
+    shape = get_local_shape(b, node.result, places)
+    b.add_local_op(node.name, "aten.reshape.default", Ref(split.name), shape, like=node.result, axes=places)
 
 
 def _draw(b: Builder, node: Node, source: Ref | None, number: int, axes: Axes) -> None:
     """Draw numbers for the rank's part of a tensor, which is sharded along `axes`; `number` is that of the draw."""
     a = node.arguments
-    ranges = get_local_ranges(b, node.spec, axes)
-    if not {"train", "training"} & set(a):
-        settings = {name: a[name] for name in SETTINGS if name in a}
-        if node.operator == "aten.bernoulli.default":
-            settings["p"] = b.align_to_output(source)
-        draw = SEED, number, ranges, DEVICE, node.operator.split(".")[1], getattr(torch, node.spec.dtype)
-        b.add_local_op(node.name, "tile.draw", *draw, like=node.spec, axes=axes, **settings)
+    ranges = get_local_ranges(b, node.result, axes)
+    if source is None or not {"train", "training"} & set(a):
+        keywords = {name: a[name] for name in SETTINGS if name in a}
+        if source and node.operator == "aten.bernoulli.default":
+            keywords["p"] = b.align_to_output(source)
+        draw = SEED, number, ranges, DEVICE, node.operator.split(".")[1], getattr(torch, node.result.dtype)
+        b.add_local_op(node.name, "tile.draw", *draw, like=node.result, axes=axes, **keywords)
         return
     if "feature" in node.operator:
         ranges = [*ranges[:2], *((1, 0, 1) for _ in ranges[2:])]  # one number for each channel, broadcast over pixels
-    if node.operator == "aten.rrelu.default":
-        kernel, settings = "tile.rrelu", (a["lower"], a["upper"])
-    else:
-        kernel, settings = "tile.dropout", (a["p"], "alpha" in node.operator)
-    x = b.align_to_output(source)
-    b.add_local_op(node.name, kernel, x, SEED, number, ranges, DEVICE, *settings, like=node.spec, axes=axes)
+    settings: tuple[Any, ...] = (a["p"], "alpha" in node.operator) if "p" in a else (a["lower"], a["upper"])
+    kernel, x = "tile.dropout" if "p" in a else "tile.rrelu", b.align_to_output(source)
+    b.add_local_op(node.name, kernel, x, SEED, number, ranges, DEVICE, *settings, like=node.result, axes=axes)

@@ -136,9 +136,9 @@ def one_hot(b: Builder, node: Node) -> None:
 @register_rule("aten.type_as.default", "aten.to.other")
 def cast_like(b: Builder, node: Node) -> None:
     """Cast to the type of another value, of which no pixel is read: the result is tiled, or not, as `self` is."""
-    source, kind = node.arguments["self"], getattr(torch, node.spec.dtype)
+    source, kind = node.arguments["self"], getattr(torch, node.result.dtype)
     places = b.get_value(source).places
-    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.spec, axes=places)
+    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.result, axes=places)
 
 
 @register_rule("aten.stack.default")
@@ -201,7 +201,7 @@ def select(b: Builder, node: Node) -> None:
         return
     number = node.arguments["index"] % shape[dim]
     line = all_gather_lines(b, node, source, dim, Span(number, number + 1))
-    b.add_local_op(node.name, "aten.select.int", line, place, 0, like=node.spec)
+    b.add_local_op(node.name, "aten.select.int", line, place, 0, like=node.result)
 
 
 @register_rule("aten.index.Tensor")

@@ -63,11 +63,11 @@ def conv2d(b: Builder, node: Node) -> None:
     else:
         padding = to_axes(0 if a["padding"] == "valid" else a["padding"], len(kernel))
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = b.get_image_px(node.spec)
+    out_px = b.get_image_px(node.result)
     window = b.read_window(a["input"], out_px, *rules)
     x, native = fold_padding(b, window, rules, out_px)
     settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
-    b.add_local_op(node.name, "aten.conv2d.default", x, *settings, like=node.spec, axes=b.image_axes)
+    b.add_local_op(node.name, "aten.conv2d.default", x, *settings, like=node.result, axes=b.image_axes)
 
 
 @register_rule("aten.conv_transpose2d.input", images=("input",))
@@ -76,14 +76,14 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     a = node.arguments
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, padding, dilation = (to_axes(a[name], len(kernel)) for name in ("stride", "padding", "dilation"))
-    axes, out_px = list(zip(kernel, stride, padding, dilation, strict=True)), b.get_image_px(node.spec)
+    axes, out_px = list(zip(kernel, stride, padding, dilation, strict=True)), b.get_image_px(node.result)
     window = b.read_window(a["input"], out_px, *(TransposedWindow(*axis) for axis in axes))
     # The inputs write those outputs that they would read in a convolution. The difference from the tile's outputs is
     # cropped on each side (negative) or, where no input writes, padded (positive).
     written = compute_window(window.held, [SlidingWindow(*axis) for axis in axes])
     margins = Window(window.name, written, b.get_output_tiles(out_px)[b.rank], 0.0).margins
     settings = a["weight"], a["bias"], stride, dilation, a["groups"], margins
-    b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=b.image_axes)
+    b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.result, axes=b.image_axes)
 
 
 def to_whole_index(index: Tensor, width: int, corner: Pair, width_px: int) -> Tensor:
@@ -110,8 +110,8 @@ def _read_pool_window(b: Builder, node: Node, rules: Sequence[SlidingWindow], ou
 def max_pool2d(b: Builder, node: Node) -> None:
     """Pool by maximum."""
     rules = _make_pool_windows(node, len(b.image_axes))
-    window = _read_pool_window(b, node, rules, b.get_image_px(node.spec))
-    x, padding = fold_padding(b, window, rules, b.get_image_px(node.spec))
+    window = _read_pool_window(b, node, rules, b.get_image_px(node.result))
+    x, padding = fold_padding(b, window, rules, b.get_image_px(node.result))
     apply_locally(b, node, b.image_axes, self=x, padding=padding, ceil_mode=False)
 
 
@@ -129,9 +129,9 @@ def max_pool2d_with_indices(b: Builder, node: Node) -> None:
     x, padding = fold_padding(b, window, rules, out_px)
     # The kernel numbers the pixels of what it is given: with its fill, or, if it pads by itself, without.
     seen = window.wanted if padding == (0, 0) else window.held
-    settings = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
-    settings += [padding, (seen.rows.start, seen.cols.start), value.size_px[1]]
-    b.add_local_op(node.name, "tile.max_pool_with_places", x, *settings, like=like, axes=b.image_axes)
+    windows = (tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation"))
+    settings = padding, (seen.rows.start, seen.cols.start), value.size_px[1]
+    b.add_local_op(node.name, "tile.max_pool_with_places", x, *windows, *settings, like=like, axes=b.image_axes)
 
 
 @register_kernel("tile.max_pool_with_places")
@@ -152,7 +152,7 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     stride, padding = to_axes(a["stride"] or kernel, count), to_axes(a["padding"], count)
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, strict=True)]
     border = padding if a["count_include_pad"] else (0,) * count
-    out_px = b.get_image_px(node.spec)
+    out_px = b.get_image_px(node.result)
     if not b.can_tile(out_px):
         reads = [[rule(Span(i, i + 1)) for i in range(count)] for rule, count in zip(rules, out_px, strict=True)]
         _average_few(b, node, reads, border)
@@ -168,16 +168,16 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
         apply_locally(b, node, b.image_axes, self=x, padding=native, ceil_mode=False)
         return
-    part, wide = replace(node, name=f"{node.name}.sums", spec=node.spec.sums), value.spec.sums
+    part, wide = replace(node, name=f"{node.name}.sums", spec=node.result.sums), value.spec.sums
     if wide != value.spec:  # half precision is rounded once, after the division
         cast = f"{node.name}.wide", "aten.to.dtype", x, getattr(torch, wide.dtype)
         x = b.add_local_op(*cast, like=wide, axes=b.image_axes)
     sums = apply_locally(b, part, b.image_axes, self=x, padding=native, ceil_mode=False, divisor_override=1)
-    divisors = rows, cols, None, getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.spec, axes=b.image_axes)
+    divisors = rows, cols, None, getattr(torch, node.result.dtype)
+    b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.result, axes=b.image_axes)
 
 
-def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
+def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Sequence[int] = (0, 0)) -> None:
     """Average to fewer rows or columns than tiles: every rank sums its own part of each, and holds the whole result.
 
     `reads` are the pixels of each row and each column of outputs; those in the image with its border count.
@@ -188,13 +188,13 @@ def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border
     for axis, span in zip(reads, tile, strict=True):  # the part of each in this tile, may be empty
         parts = [read & span for read in axis]
         cells.append(tuple((part.start - span.start, part.stop - span.start) if part else (0, 0) for part in parts))
-    sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.spec.sums)
+    sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.result.sums)
     counts = [
         tuple(len(read & Span(-border, px + border)) for read in axis)
         for axis, px, border in zip(reads, size_px, border_px, strict=True)
     ]
-    divisor, dtype = node.arguments.get("divisor_override"), getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.spec)
+    divisor, dtype = node.arguments.get("divisor_override"), getattr(torch, node.result.dtype)
+    b.add_local_op(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.result)
 
 
 @register_kernel("tile.cell_sums")
@@ -216,18 +216,18 @@ def divide_sums(
 @register_rule("aten.adaptive_avg_pool2d.default", images=("self",))
 def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
     """Average each cell: output i reads pixels i*n//k to -(-(i+1)*n//k). A single cell is a mean over space."""
-    if b.get_image_px(node.spec) == (1, 1):
+    if b.get_image_px(node.result) == (1, 1):
         reduce_mean(b, node, node.arguments["self"], [-2, -1], keepdim=True)
         return
-    if not b.can_tile(b.get_image_px(node.spec)):
-        sizes = zip(b.get_value(node.arguments["self"]).size_px, b.get_image_px(node.spec), strict=True)
+    if not b.can_tile(b.get_image_px(node.result)):
+        sizes = zip(b.get_value(node.arguments["self"]).size_px, b.get_image_px(node.result), strict=True)
         _average_few(b, node, [[Span(*cell) for cell in _split_cells(size, count)] for size, count in sizes])
         return
-    x, _, rows, cols = fetch_cells(b, node.arguments["self"], b.get_image_px(node.spec))
-    b.add_local_op(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=b.image_axes)
+    x, _, rows, cols = fetch_cells(b, node.arguments["self"], b.get_image_px(node.result))
+    b.add_local_op(node.name, "tile.adaptive_average", x, rows, cols, like=node.result, axes=b.image_axes)
 
 
-def fetch_cells(b: Builder, ref: Ref, out_px: Pair) -> tuple[Ref, Tile, Cells, Cells]:
+def fetch_cells(b: Builder, ref: Ref, out_px: tuple[int, ...]) -> tuple[Ref, Tile, Cells, Cells]:
     """Return the window that this tile's cells read, its tile, and (start, stop) of each cell in it."""
     # 7 pixels in 3 cells: 0 to 3, 2 to 5, 4 to 7. Neighbours overlap, so that a tile may read its neighbour's pixels.
     cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
@@ -280,8 +280,7 @@ def pool_adaptive_maximum(
             values.append(value)
             places.append(to_whole_index(index, right - left, (corner[0] + top, corner[1] + left), width_px))
         lines.append((torch.cat(values, -1), torch.cat(places, -1)))
-    values, places = zip(*lines, strict=True)
-    return torch.cat(values, -2), torch.cat(places, -2)
+    return torch.cat([line for line, _ in lines], -2), torch.cat([index for _, index in lines], -2)
 
 
 @register_rule("aten.adaptive_max_pool2d.default", images=("self",))
@@ -303,8 +302,10 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
     b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=b.image_axes)
 
 
-_ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "tril", "triu")
-_ANYWHERE += ("any", "all", "count_nonzero", "cummax", "cummin")
+_ANYWHERE = (
+    *("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "tril", "triu"),
+    *("any", "all", "count_nonzero", "cummax", "cummin"),
+)
 
 
 @register_rule(*(f"aten.{name}.default" for name in _ANYWHERE), "aten.argsort.stable", "aten.sort.stable")
@@ -330,11 +331,11 @@ def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], widt
 @register_rule("aten.max_unpool2d.default", images=("self", "indices"))
 def max_unpool2d(b: Builder, node: Node) -> None:
     """Unpool: the output that read a pixel writes it, if the places are those of a pool with disjoint windows."""
-    a, out_px = node.arguments, b.get_image_px(node.spec)
+    a, out_px = node.arguments, b.get_image_px(node.result)
     pool = _find_pool(b, a["indices"])
     rules = _make_pool_windows(pool, len(b.image_axes)) if pool else ()
     overlap = any(rule.stride < rule.dilation * (rule.kernel - 1) + 1 for rule in rules)
-    if not rules or overlap or b.get_value(pool.arguments["self"]).size_px != out_px:
+    if pool is None or overlap or b.get_value(pool.arguments["self"]).size_px != out_px:
         raise make_gather_error(node, "writes to places that are not known before", b.image_axes)
     # A pooled pixel is written back into the window that it was pooled from. A tile is written by the pooled pixels
     # whose windows meet it: those that a transposed convolution would read.
@@ -343,7 +344,7 @@ def max_unpool2d(b: Builder, node: Node) -> None:
     places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))
     out = b.get_output_tiles(out_px)[b.rank]
     tile = (out.rows.start, out.rows.stop, out.cols.start, out.cols.stop)
-    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=b.image_axes)
+    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.result, axes=b.image_axes)
 
 
 def _find_pool(b: Builder, places: Ref) -> Node | None:
@@ -353,5 +354,6 @@ def _find_pool(b: Builder, places: Ref) -> Node | None:
     if pick is None or pick.operator != "getitem" or pick.arguments["1"] != 1:
         return None
     pool = nodes.get(pick.arguments["0"].name)
-    known = pool and pool.operator == "aten.max_pool2d_with_indices.default"
-    return pool if known and b.is_tiled(pool.arguments["self"]) else None
+    if pool is None or pool.operator != "aten.max_pool2d_with_indices.default":
+        return None
+    return pool if b.is_tiled(pool.arguments["self"]) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,13 +59,13 @@ _REACH_PX = {
 @register_rule(*(f"{name}.vec" for name in (*_NEAREST, *_REACH_PX)), images=("input",))
 def upsample(b: Builder, node: Node) -> None:
     """Upsample by nearest, bilinear or bicubic interpolation, with the weights of ATen."""
-    if "_aa." in node.operator and node.spec.shape[-1] == 1:
+    if "_aa." in node.operator and node.result.shape[-1] == 1:
         raise make_unsupported_error(
             node, "makes one column, which ATen's antialiasing gets wrong: rows and gradients are mixed up"
         )
     size_px, copies = b.get_value(node.arguments["input"]).size_px, node.operator.startswith(_NEAREST)
-    if not (copies or node.spec.is_floating):
-        raise make_unsupported_error(node, f"rounds means of pixels to {node.spec.dtype}, for which there is no rule")
+    if not (copies or node.result.is_floating):
+        raise make_unsupported_error(node, f"rounds means of pixels to {node.result.dtype}, for which there is no rule")
     find = _find_nearest_taps if copies else _find_smooth_taps
     rows, cols = (find(node, size_px, axis) for axis in (0, 1))
     lower_resample(b, node, node.arguments["input"], rows, cols)
@@ -76,10 +76,10 @@ def _run_along(node: Node, axis: int, x: Tensor, other: int) -> Tensor:
     a, run = node.arguments, get_operator(f"{node.operator.removesuffix('.vec')}.default")
     scales = (a["scale_factors"][axis] if a["scale_factors"] else None, None)
     aligned = [a["align_corners"]] if "align_corners" in a else []
-    return run(x, [node.spec.shape[axis - 2], other], *aligned, *scales)[..., 0]  # type: ignore[no-any-return]
+    return run(x, [node.result.shape[axis - 2], other], *aligned, *scales)[..., 0]  # type: ignore[no-any-return]
 
 
-def _find_nearest_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
+def _find_nearest_taps(node: Node, size_px: Sequence[int], axis: int) -> Taps:
     """Return the taps of one axis, by interpolating the pixels' numbers.
 
     Raises TraceError if PyTorch's result and its gradient disagree about the nearest pixel.
@@ -87,7 +87,7 @@ def _find_nearest_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
     # PyTorch has two kernels on a CPU, which round differently. One computes in float32, as GPUs do: gradients, images
     # with channels last, and results of up to 128 rows and columns together. The other computes all else, in float64
     # for an image in float64. The probe has as many columns as the result, as far as that matters.
-    out_px = node.spec.shape[-2:]
+    out_px = node.result.shape[-2:]
     other = min(out_px[1 - axis], 129)
     width = other if size_px[1 - axis] == out_px[1 - axis] else 1 + (other == 1)
 
@@ -95,7 +95,7 @@ def _find_nearest_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
         numbers = torch.arange(size_px[axis], dtype=kind)[:, None].expand(1, channels, -1, width)
         return _run_along(node, axis, numbers.contiguous(memory_format=layout), other)[0, 0].int().tolist()
 
-    picked, dtype = pick(torch.float32, 4, torch.channels_last), node.spec.dtype
+    picked, dtype = pick(torch.float32, 4, torch.channels_last), node.result.dtype
     if picked != pick(torch.float64 if dtype == "float64" else torch.float32, 1, torch.contiguous_format):
         raise make_unsupported_error(
             node,
@@ -105,12 +105,12 @@ def _find_nearest_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
     return make_copy_taps(picked)
 
 
-def _find_smooth_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
+def _find_smooth_taps(node: Node, size_px: Sequence[int], axis: int) -> Taps:
     """Return the taps of one axis. The other axis changes size only if the image does: ATen copies if none changes.
 
     The probe is two pixels wide: antialiasing to one column is wrong in PyTorch 2.13 on a CPU (gradcheck says so).
     """
-    out_px = node.spec.shape[-2:]
+    out_px = node.result.shape[-2:]
     other = 2 if size_px[1 - axis] == out_px[1 - axis] else 4
 
     def resample(rows: Tensor) -> Tensor:

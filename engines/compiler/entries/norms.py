@@ -109,10 +109,10 @@ def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[
     channels = value.spec.shape[1]
     how = "aten.reshape.default", (1, groups, -1)
     moments, counts = _compute_group_moments(b, node, a["input"], groups, *how)
-    shape = get_local_shape(b, node.spec, value.places)
+    shape = get_local_shape(b, node.result, value.places)
     settings = a["weight"], a["bias"], counts, a["eps"], value.spec.shape[0] * channels, shape
     x = _group(b, node, b.align_to_output(a["input"]), *how)
-    b.add_local_op(node.name, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.places)
+    b.add_local_op(node.name, "tile.normalise_groups", x, moments, *settings, like=node.result, axes=value.places)
     return moments, counts
 
 
@@ -180,9 +180,9 @@ def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], pl
         if (vector := node.arguments.get(argument)) is not None:
             x, part = Ref(name), cut_to_tile(b, node, vector, b.get_value(Ref(name)))
             name = f"{node.name}.{operator}"
-            b.add_local_op(name, f"aten.{operator}.Tensor", x, part, like=node.spec, axes=places)
-    dtype = getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=places)
+            b.add_local_op(name, f"aten.{operator}.Tensor", x, part, like=node.result, axes=places)
+    dtype = getattr(torch, node.result.dtype)
+    b.add_local_op(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.result, axes=places)
 
 
 @register_rule("aten.layer_norm.default")
@@ -192,14 +192,14 @@ def layer_norm(b: Builder, node: Node) -> None:
     if not _is_over_space(b, node):
         apply_locally(b, node, value.places)
         return
-    shape = get_local_shape(b, node.spec, value.places)
+    shape = get_local_shape(b, node.result, value.places)
     kept = range(len(shape) - len(node.arguments["normalized_shape"]))
     groups = math.prod(value.spec.shape[axis] for axis in kept)
     source, how = node.arguments["input"], ("tile.grouped", tuple(kept))
     moments, counts = _compute_group_moments(b, node, source, groups, *how)
     x, whole = _group(b, node, b.align_to_output(source), *how), f"{node.name}.normalised"
     settings = None, None, counts, node.arguments["eps"], groups, shape
-    b.add_local_op(whole, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.places)
+    b.add_local_op(whole, "tile.normalise_groups", x, moments, *settings, like=node.result, axes=value.places)
     _scale_and_shift(b, node, whole, shape, value.places)
 
 
@@ -228,8 +228,8 @@ def rms_norm(b: Builder, node: Node) -> None:
     squares = b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
     total, x = b.all_reduce(squares), b.align_to_output(source)
     whole, settings = f"{node.name}.normalised", (value.spec.numel // like.numel, node.arguments["eps"])
-    b.add_local_op(whole, "tile.by_root_mean_square", x, total, *settings, like=node.spec, axes=value.places)
-    _scale_and_shift(b, node, whole, get_local_shape(b, node.spec, value.places), value.places)
+    b.add_local_op(whole, "tile.by_root_mean_square", x, total, *settings, like=node.result, axes=value.places)
+    _scale_and_shift(b, node, whole, get_local_shape(b, node.result, value.places), value.places)
 
 
 @register_rule(
@@ -260,7 +260,7 @@ def lower_variance(b: Builder, node: Node) -> None:
     settings = counts, correction, root, shape, getattr(torch, dtype)
     both = b.add_local_op(name, "tile.variance", moments, *settings, like=TensorSpec(tuple(shape), dtype))
     if node.spec is not None:
-        b.add_local_op(node.name, "getitem", both, 0, like=node.spec)
+        b.add_local_op(node.name, "getitem", both, 0, like=node.result)
 
 
 # Batch norm over all tiles: local moments, an all-reduce and a local formula. Or each tile by itself.
@@ -275,16 +275,16 @@ def batch_norm(b: Builder, node: Node) -> None:
     if not a["training"]:
         apply_locally(b, node, value.places)
         return
-    channels, affine, how = value.spec.shape[1], (a["weight"], a["bias"]), {"like": node.spec, "axes": value.places}
-    counts, ranks = b.count_elements(a["input"], channels), ()
+    channels, affine = value.spec.shape[1], (a["weight"], a["bias"])
+    counts, ranks = b.count_elements(a["input"], channels), tuple[int, ...]()
     if node.module in b.graph.synced and len(b.copies) > len(b.stage.ranks):
         # All replicas: what a stage's ranks hold alike, as after a global pool, one of each replica counts.
         ranks = b.copies if len(counts) > 1 else b.copies[b.tile :: len(b.stage.ranks)]
         counts = counts * (len(b.copies) // len(b.stage.ranks))
     if len(counts) == 1:  # the rank holds whole images: the plain kernel alone
         whole = a["input"], *affine, a["eps"]
-        both = b.add_local_op(f"{node.name}.both", "tile.whole_batch_norm", *whole, like=node.spec)
-        b.add_local_op(node.name, "getitem", both, 0, **how)
+        both = b.add_local_op(f"{node.name}.both", "tile.whole_batch_norm", *whole, like=node.result)
+        b.add_local_op(node.name, "getitem", both, 0, like=node.result, axes=value.places)
         like = TensorSpec((1, 2, channels), "float64")
         moments = b.add_local_op(f"{node.name}.moments", "getitem", both, 1, like=like)
     else:
@@ -292,7 +292,8 @@ def batch_norm(b: Builder, node: Node) -> None:
             counts = [counts[b.tile]]
         moments = _compute_moments(b, node, b.crop_to_own(a["input"]), channels, counts, ranks)
         x = b.align_to_output(a["input"])
-        b.add_local_op(node.name, "tile.batch_norm", x, moments, *affine, counts, a["eps"], **how)
+        settings = *affine, counts, a["eps"]
+        b.add_local_op(node.name, "tile.batch_norm", x, moments, *settings, like=node.result, axes=value.places)
     if a["running_mean"]:
         names = a["running_mean"].name, a["running_var"].name
         counter = f"{names[0].removesuffix('running_mean')}num_batches_tracked" if a["momentum"] == CUMULATIVE else None

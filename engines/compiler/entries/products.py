@@ -94,7 +94,7 @@ def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: 
     tiled = [(term, ref) for term, ref in operands if b.is_tiled(ref)]
     layout = find_layout(*max(tiled, key=lambda pair: math.prod(b.get_value(pair[1]).size_px)))
     sharded = {letter for letter, _, _ in layout}
-    parts = {}
+    parts: dict[Ref, Ref] = {}
     for term, ref in operands:
         if any(term.count(letter) > 1 for letter in sharded):
             raise make_gather_error(node, f"names two axes alike, one of which is spatial ({term})")
@@ -111,7 +111,7 @@ def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: 
         raise make_gather_error(node, "sums over one spatial axis of two")
     else:
         # The parts are added in the type of sums: half precision would be rounded once for each rank.
-        part, sums = apply_locally(b, replace(node, name=f"{node.name}.part"), ()), node.spec.sums
+        part, sums = apply_locally(b, replace(node, name=f"{node.name}.part"), ()), node.result.sums
         wide = b.add_local_op(f"{node.name}.wide", "aten.to.dtype", part, getattr(torch, sums.dtype), like=sums)
-        dtype = getattr(torch, node.spec.dtype)
-        b.add_local_op(node.name, "aten.to.dtype", b.all_reduce(wide), dtype, like=node.spec)
+        dtype = getattr(torch, node.result.dtype)
+        b.add_local_op(node.name, "aten.to.dtype", b.all_reduce(wide), dtype, like=node.result)

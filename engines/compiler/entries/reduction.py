@@ -98,7 +98,7 @@ def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: 
 
 
 def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> Ref:
-    like, pixels = node.spec.sums, b.crop_to_own(ref)
+    like, pixels = node.result.sums, b.crop_to_own(ref)
     settings = list(dims), keepdim, getattr(torch, like.dtype)
     return b.all_reduce(b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", pixels, *settings, like=like))
 
@@ -107,9 +107,9 @@ def _finish_sum(b: Builder, node: Node, total: Ref, numel: int | None) -> None:
     """Divide a sum for a mean, over `numel` elements, and cast it to the result's type."""
     if numel is not None:
         # The count is known from the shapes: only sums travel.
-        count = numel // node.spec.numel
-        total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums)
-    b.add_local_op(node.name, "aten._to_copy.default", total, dtype=getattr(torch, node.spec.dtype), like=node.spec)
+        count = numel // node.result.numel
+        total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.result.sums)
+    b.add_local_op(node.name, "aten._to_copy.default", total, dtype=getattr(torch, node.result.dtype), like=node.result)
 
 
 @register_rule("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList")
@@ -122,7 +122,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
         return
     if not find_sharded_dims(b, source) <= set(dims):
         # Over rows, or over columns: each tile sums its own part, and every rank holds the whole result.
-        like, dtype = node.spec.sums, getattr(torch, node.spec.sums.dtype)
+        like, dtype = node.result.sums, getattr(torch, node.result.sums.dtype)
         parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
         total = b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
     else:
@@ -202,9 +202,9 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
     kernel, settings = "tile.nll_sums", [a["weight"], a["ignore_index"]]
     if node.operator == "aten.cross_entropy_loss.default":
         kernel, settings = "tile.cross_entropy_sums", [*settings, a["label_smoothing"]]
-    cropped, like = map(b.crop_to_own, pair.values()), replace(node.spec, shape=(2,))
+    cropped, like = map(b.crop_to_own, pair.values()), replace(node.result, shape=(2,))
     sums = b.add_local_op(f"{node.name}.sums", kernel, *cropped, *settings, like=like)
-    b.add_local_op(node.name, "tile.total_loss", b.all_reduce(sums), a["reduction"] == _MEAN, like=node.spec)
+    b.add_local_op(node.name, "tile.total_loss", b.all_reduce(sums), a["reduction"] == _MEAN, like=node.result)
 
 
 _PIXEL_LOSSES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"
@@ -218,7 +218,7 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     first, second, *_ = node.arguments.values()
     # One of the two may be broadcast over the other: losses are as many as pixels of both.
     shape = torch.broadcast_shapes(*(get_spec(b, ref.name).shape for ref in (first, second)))
-    spec, reduction = replace(node.spec, shape=tuple(shape)), node.arguments["reduction"]
+    spec, reduction = replace(node.result, shape=tuple(shape)), node.arguments["reduction"]
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     places = b.get_value(source).places
     losses = apply_locally(b, pixels, places, **{**parts, "reduction": _NONE})
@@ -247,9 +247,9 @@ def lower_count_labels(b: Builder, node: Node) -> None:
     """Count the rank's own labels, and sum the counts over the ranks of the stage."""
     target, weight, ignore_index = node.arguments.values()
     count = b.add_local_op(
-        f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec
+        f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.result
     )
-    b.add_local_op(node.name, "aten.alias.default", b.all_reduce(count), like=node.spec)
+    b.add_local_op(node.name, "aten.alias.default", b.all_reduce(count), like=node.result)
 
 
 # Other reductions over space: every tile reduces its own pixels, and the results are reduced again.
@@ -328,8 +328,8 @@ def lower_minmax(b: Builder, node: Node) -> None:
 def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
     wide = "float64" if b.get_value(source).spec.is_floating else "int64"
     partials = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype=wide, lead=(2,))
-    dtype = getattr(torch, node.spec.dtype)
-    b.add_local_op(node.name, "tile.largest", partials, dims, sign, node.spec.shape, dtype, like=node.spec)
+    dtype = getattr(torch, node.result.dtype)
+    b.add_local_op(node.name, "tile.largest", partials, dims, sign, node.result.shape, dtype, like=node.result)
 
 
 @register_kernel("tile.reduced")
@@ -382,5 +382,5 @@ def reduce_twice(b: Builder, node: Node) -> None:
         exponential = "logsumexp" in node.operator
         how = dims, node.operator, () if exponential else (order,)
         first = ("tile.logsumexp", dims) if exponential else ("tile.reduced", *how)
-        partials = all_gather_partials(b, node, x, *first, dtype=node.spec.dtype)
-        b.add_local_op(node.name, "tile.reduced", partials, *how, node.spec.shape, like=node.spec)
+        partials = all_gather_partials(b, node, x, *first, dtype=node.result.dtype)
+        b.add_local_op(node.name, "tile.reduced", partials, *how, node.result.shape, like=node.result)

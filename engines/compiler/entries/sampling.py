@@ -53,11 +53,11 @@ class Taps:
 def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
     """Fetch the window that each tile of outputs reads, and compute the weighted sums: taps for each sharded axis."""
     axes = b.get_value(ref).axes
-    out_px = node.spec.get_sizes(axes)
+    out_px = node.result.get_sizes(axes)
     window = b.read_window(ref, out_px, *(TableWindow(axis_taps.inputs) for axis_taps in taps))
     places = zip(taps, b.get_output_tiles(out_px)[b.rank], window.held, strict=True)
     selected = tuple(axis_taps.select_outputs(out, held) for axis_taps, out, held in places)
-    b.add_local_op(node.name, "tile.resample", Ref(window.name), selected, axes, like=node.spec, axes=axes)
+    b.add_local_op(node.name, "tile.resample", Ref(window.name), selected, axes, like=node.result, axes=axes)
 
 
 @register_kernel("tile.resample")
@@ -109,22 +109,22 @@ def make_copy_taps(picked: Sequence[int]) -> Taps:
 def pixel_shuffle(b: Builder, node: Node) -> None:
     """Shuffle pixels: output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); the surplus is cropped."""
     factor = node.arguments["upscale_factor"]
-    out_px = b.get_image_px(node.spec)
+    out_px = b.get_image_px(node.result)
     rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
     window = b.read_window(node.arguments["self"], out_px, *rules)
     shuffled = compute_window(window.held, [SlidingWindow(factor, factor)] * 2)
     margins = Window(f"{node.name}.wide", shuffled, b.get_output_tiles(out_px)[b.rank], 0.0).margins
     wide = b.add_local_op(
-        f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=b.image_axes
+        f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.result, axes=b.image_axes
     )
-    b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=b.image_axes)
+    b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.result, axes=b.image_axes)
 
 
 @register_rule("aten.pixel_unshuffle.default", images=("self",))
 def pixel_unshuffle(b: Builder, node: Node) -> None:
     """Unshuffle pixels: output i reads r pixels from i * r."""
     factor = node.arguments["downscale_factor"]
-    out_px, rule = b.get_image_px(node.spec), SlidingWindow(factor, factor)
+    out_px, rule = b.get_image_px(node.result), SlidingWindow(factor, factor)
     apply_locally(b, node, b.image_axes, self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))
 
 
@@ -136,7 +136,7 @@ def grid_sampler(b: Builder, node: Node) -> None:
         raise make_gather_error(
             node, "reads places whose rows and columns are not the two axes before the last", b.image_axes
         )
-    spans = [place[1:] for place in get_local_ranges(b, node.spec, b.image_axes)[-2:]]
+    spans = [place[1:] for place in get_local_ranges(b, node.result, b.image_axes)[-2:]]
     if b.is_tiled(grid):
         places = b.align_to_output(grid)
     else:
@@ -157,10 +157,10 @@ def reshape(b: Builder, node: Node) -> None:
     if not b.is_tiled(source):
         raise make_gather_error(node, "takes its shape from an image")
     value = b.get_value(source)
-    regrouped = find_regrouping(value.spec.shape, value.places, node.spec.shape)
+    regrouped = find_regrouping(value.spec.shape, value.places, node.result.shape)
     if regrouped is None:
-        raise make_gather_error(node, f"mixes rows and columns ({value.spec.shape} to {node.spec.shape})")
-    out_px = get_sizes(node.spec.shape, regrouped.places)
+        raise make_gather_error(node, f"mixes rows and columns ({value.spec.shape} to {node.result.shape})")
+    out_px = get_sizes(node.result.shape, regrouped.places)
     window, out = b.read_window(source, out_px, *regrouped.rules), b.get_output_tiles(out_px)[b.rank]
     # From groups of 4 columns back to 8 columns in tiles of 3 and 5: rank 1 reads both groups, and crops one column.
     #
@@ -168,13 +168,14 @@ def reshape(b: Builder, node: Node) -> None:
     #     columns    | 0 1 2 | 3 4 5 6 7 |
     pairs = zip(window.wanted, value.size_px, out_px, strict=True)
     written = Tile(*(Span(span.start * new // old, span.stop * new // old) for span, old, new in pairs))
-    layout = ValueLayout(node.name, node.spec, regrouped.places, differentiable=True)
-    name, how = node.name if written == out else f"{node.name}.wide", {"like": node.spec, "axes": layout.places}
-    wide = b.add_local_op(name, "aten.reshape.default", b.pad_window(window), layout.compute_shape(written), **how)
+    layout = ValueLayout(node.name, node.result, regrouped.places, differentiable=True)
+    name, shape = node.name if written == out else f"{node.name}.wide", layout.compute_shape(written)
+    x = b.pad_window(window)
+    wide = b.add_local_op(name, "aten.reshape.default", x, shape, like=node.result, axes=layout.places)
     if written != out:
         b.hold(b.get_value(wide), written)
         part = b.cut_window(Window(name, written, out, 0.0), layout)
-        b.add_local_op(node.name, "aten.alias.default", part, **how)
+        b.add_local_op(node.name, "aten.alias.default", part, like=node.result, axes=layout.places)
 
 
 @register_rule("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default")
@@ -183,10 +184,10 @@ def expand(b: Builder, node: Node) -> None:
     source = align_arguments(b, node)["self"]
     places = next(b.values[name].places for name in node.reads if b.is_tiled(Ref(name)))
     whole = get_spec(b, source.name).shape
-    if b.is_tiled(source) and any(whole[place.dim] != node.spec.shape[place.dim] for place in places):
+    if b.is_tiled(source) and any(whole[place.dim] != node.result.shape[place.dim] for place in places):
         raise make_gather_error(node, "repeats rows or columns")
-    local_shape = get_local_shape(b, node.spec, places)
-    b.add_local_op(node.name, "aten.expand.default", source, local_shape, like=node.spec, axes=places)
+    local_shape = get_local_shape(b, node.result, places)
+    b.add_local_op(node.name, "aten.expand.default", source, local_shape, like=node.result, axes=places)
 
 
 @register_rule("aten.repeat.default", "aten.tile.default", images=("self",))
@@ -224,9 +225,9 @@ def pad(b: Builder, node: Node) -> None:
         return
     fill, axes = float(a.get("value") or 0.0), value.axes
     rules = [Shift(-pairs.pop(-axis, (0, 0))[0]) for axis in axes]
-    x = b.pad_window(b.read_window(a["self"], node.spec.get_sizes(axes), *rules, fill=fill))
-    others = [px for number in range(1, len(node.spec.shape) + 1) for px in pairs.get(number, (0, 0))]
-    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, others, fill, like=node.spec, axes=axes)
+    x = b.pad_window(b.read_window(a["self"], node.result.get_sizes(axes), *rules, fill=fill))
+    others = [px for number in range(1, len(node.result.shape) + 1) for px in pairs.get(number, (0, 0))]
+    b.add_local_op(node.name, "aten.constant_pad_nd.default", x, others, fill, like=node.result, axes=axes)
 
 
 @register_rule("aten.slice.Tensor")
@@ -242,10 +243,10 @@ def crop(b: Builder, node: Node) -> None:
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
     # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
-    out_px = node.spec.get_sizes(dims)
+    out_px = node.result.get_sizes(dims)
     if not b.can_tile(out_px) and start < stop:
         few = all_gather_lines(b, node, a["self"], axis, Span(start, stop))
-        b.add_local_op(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.spec)
+        b.add_local_op(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.result)
         return
     window = b.read_window(a["self"], out_px, *(move if axis == dim else stay for dim in dims))
     apply_locally(b, node, value.axes, self=b.pad_window(window), start=0, end=None)

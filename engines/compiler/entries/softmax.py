@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,19 +17,19 @@ from mpi4dl_nb.engines.program.kernels import register_kernel
 
 
 @register_kernel("tile.peaks")
-def find_peaks(x: Tensor, dims: Sequence[int], dtype: torch.dtype) -> Tensor:
+def find_peaks(x: Tensor, dims: list[int], dtype: torch.dtype) -> Tensor:
     """Return the largest values along `dims`, without a gradient: a softmax is the same for every shift."""
     return x.detach().amax(dims, keepdim=True).to(dtype)
 
 
 @register_kernel("tile.below_peak")
-def subtract_peaks(x: Tensor, peaks: Tensor, dims: Sequence[int]) -> Tensor:
+def subtract_peaks(x: Tensor, peaks: Tensor, dims: list[int]) -> Tensor:
     """Return the differences from the largest of the tiles' `peaks`, in their type."""
     return x.to(peaks.dtype) - peaks.amax(dims, keepdim=True)
 
 
 @register_kernel("tile.exponential_sums")
-def sum_exponentials(x: Tensor, dims: Sequence[int]) -> Tensor:
+def sum_exponentials(x: Tensor, dims: list[int]) -> Tensor:
     """Return the sums of the exponentials along `dims`."""
     return x.exp().sum(dims, keepdim=True)
 
@@ -55,7 +54,7 @@ def softmax(b: Builder, node: Node) -> None:
     if not find_sharded_dims(b, source) <= set(dims):
         raise make_gather_error(node, "normalises over one spatial axis of two")
     value = b.get_value(source)
-    spec = replace(value.spec, dtype=(value.spec if node.arguments.get("dtype") is None else node.spec).sums.dtype)
+    spec = replace(value.spec, dtype=(value.spec if node.arguments.get("dtype") is None else node.result).sums.dtype)
     dtype = getattr(torch, spec.dtype)
     peaks = all_gather_partials(b, node, source, "tile.peaks", dims, dtype, dtype=spec.dtype)
 
@@ -68,6 +67,6 @@ def softmax(b: Builder, node: Node) -> None:
     shape = tuple(1 if dim in dims else size for dim, size in enumerate(spec.shape))
     like = replace(spec, shape=shape)
     sums = b.add_local_op(f"{node.name}.sum", "tile.exponential_sums", subtract(b.crop_to_own(source)), dims, like=like)
-    settings = b.all_reduce(sums), getattr(torch, node.spec.dtype), "log" in node.operator
+    settings = b.all_reduce(sums), getattr(torch, node.result.dtype), "log" in node.operator
     x = subtract(b.align_to_output(source))
-    b.add_local_op(node.name, "tile.softmax", x, *settings, like=node.spec, axes=value.places)
+    b.add_local_op(node.name, "tile.softmax", x, *settings, like=node.result, axes=value.places)
