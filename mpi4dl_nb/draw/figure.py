@@ -31,6 +31,9 @@ neighbours differ, corners included."""
 CASING = [withStroke(linewidth=4, foreground="white")]
 MANY = 12  # rows; a chart with more has lower rows with one line of text
 
+Style = dict[str, Any]
+"""Keywords of a function of Matplotlib."""
+
 Box = tuple[float, float, float, float]
 """(left, top, width, height) in the coordinates of the axes, whose y falls from above."""
 
@@ -48,7 +51,7 @@ class Drawing(Figure):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        PlainCanvas(self)
+        self.canvas: PlainCanvas = PlainCanvas(self)
         self.alt = ""
 
     def draw(self, renderer: Any) -> None:
@@ -112,7 +115,7 @@ def write_first_fit(axes: Axes, x: float, y: float, forms: Iterable[str], width_
     return None
 
 
-def format_size(shape: tuple[int, int]) -> str:
+def format_size(shape: Sequence[int]) -> str:
     """
     >>> format_size((256, 1))
     '256 × 1'
@@ -154,7 +157,7 @@ class BarStyle:
     hatch: str
 
     @property
-    def patch(self) -> dict[str, Any]:
+    def patch(self) -> Style:
         """The keywords of a Matplotlib patch."""
         return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": INK, "linewidth": 0.6}
 

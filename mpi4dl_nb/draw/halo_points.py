@@ -13,7 +13,7 @@ from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans, ReceptiveField, ReceptiveFields
 from mpi4dl_nb.engines.errors import ImageError, PlanError
 from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes
-from mpi4dl_nb.engines.geometry.tiles import Move, Tile, compute_moves
+from mpi4dl_nb.engines.geometry.tiles import Axes, Move, Tile, compute_moves
 from mpi4dl_nb.engines.geometry.windows import Shift, compute_halo_widths, compute_window
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from mpi4dl_nb.engines.images.picture_reader import Picture
@@ -37,7 +37,7 @@ class HaloPoint(FactTable):
     stage: int
     ranks: StageRanks
     spec: TensorSpec
-    axes: tuple[int, int] = (-2, -1)
+    axes: Axes = (-2, -1)
     exchanges: Mapping[int, Exchange] = field(default_factory=dict)
     computed: Mapping[int, Tile] = field(default_factory=dict)
 
@@ -224,7 +224,8 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
             # Of the direction and the stage whose ranks these are: a rank may have other tiles in others.
             way = program.direction_programs[0]
             ops_of = {item.name: item.local_ops for item in way.stages[stage]}
-            for item in (item for item in way.stages[stage] if item.kind == "halo"):
+            items = (item for item in way.stages[stage] if isinstance(item, Exchange) and item.kind == "halo")
+            for item in items:
                 met.setdefault(item.tag, {})[program.rank] = item
                 ops = [op for reader in way.reads.get(item.target, ()) for op in ops_of.get(reader, ())]
                 operators = _find_readers(ops, item.target, nodes)

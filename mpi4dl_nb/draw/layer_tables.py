@@ -49,9 +49,9 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
     parts: list[NDArray[np.int32]] = []
     at = 0
     for point in points:
-        of_model = layers is not None and bool(point.readers)
-        reach = make_reach(layers, point, picture) if of_model else None
-        spans = layers.get_spans(point) if of_model else tuple(map(FieldSpans.whole, point.size_px))
+        of_model = layers if point.readers else None  # else the point is the picture itself
+        reach = None if of_model is None else make_reach(of_model, point, picture)
+        spans = tuple(map(FieldSpans.whole, point.size_px)) if of_model is None else of_model.get_spans(point)
         tables = list(_make_tables(point, reach, spans))
         pieces = [move for rank in point.ranks.ranks for move in point.find_halo(rank)]
         rows, cols = point.size_px
@@ -72,10 +72,10 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "pieces": len(pieces),
                 "moves": [] if point.computed else [point.describe_move(move) for move in pieces],
                 "computed": bool(point.computed),
-                "reach": reach is not None or not of_model,
+                "reach": reach is not None or of_model is None,
             }
         )
-        why = explain_no_reach(layers, point) if of_model else ""
+        why = "" if of_model is None else explain_no_reach(of_model, point)
         facts[-1]["words"] = []
         for rank in point.ranks.ranks:
             lines = describe_tile(point, rank, picture)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from torch import nn
@@ -15,6 +14,7 @@ from mpi4dl_nb.draw.figure import (
     ORANGE,
     BarStyle,
     Drawing,
+    Style,
     draw_legend,
     draw_stacks,
     format_count,
@@ -159,7 +159,7 @@ def _draw_rows(axes: Axes, rows: MemoryRows, size: int) -> None:
     axes.set_yticks(range(len(rows)), names, fontsize=9)
 
 
-def make_limit_look(is_exceeded: bool) -> dict[str, Any]:
+def make_limit_look(is_exceeded: bool) -> Style:
     """Return the look of a line at the memory that a rank may use: red if something is beyond it."""
     return {"color": RED if is_exceeded else INK, "linewidth": 1.8, "linestyle": "--"}
 
@@ -178,8 +178,9 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int, peak_bytes: int) 
     look = make_limit_look(peak_bytes > rank_bytes)
     axes.axvline(limit, **look)
     on_left = limit > 0.5 * axes.get_xlim()[1]
-    style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": look["color"]}
-    place = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3), "textcoords": "offset points"}
+    style: Style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": look["color"]}
+    place: Style = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3)}
+    place["textcoords"] = "offset points"
     axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), **place, **style)
 
 
@@ -197,7 +198,7 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -
     place = moment.step + 1
     axes.plot([place], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5)
     on_left = place > 0.6 * len(steps)
-    style = {"ha": "right" if on_left else "left", "fontsize": 9, "color": INK, "path_effects": CASING}
+    style: Style = {"ha": "right" if on_left else "left", "fontsize": 9, "color": INK, "path_effects": CASING}
     text, offset = f"{format_bytes(moment.bytes)} in instruction {place}", (-9 if on_left else 9, 6)
     axes.annotate(text, (place, moment.bytes / size), offset, textcoords="offset points", **style)
     axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(0, top))

@@ -81,8 +81,8 @@ def show_progress(progress: Progress) -> Drawing:
         f"{names[rank]}: works {use.work:.0%}, communicates {use.communication:.0%}, waits {use.waiting:.0%}"
         for rank, use in used.items()
     ]
-    sizes = [f"memory of {name}: {format_bytes(size)}" for name, size in held.items()]
-    figure.alt = ". ".join(filter(None, (", ".join(descriptions), "; ".join(ranks), "; ".join(sizes)))) + "."
+    memories = [f"memory of {name}: {format_bytes(size)}" for name, size in held.items()]
+    figure.alt = ". ".join(filter(None, (", ".join(descriptions), "; ".join(ranks), "; ".join(memories)))) + "."
     return figure
 
 
@@ -216,7 +216,7 @@ def format_tables_html(progress: Progress) -> str:
         shares = (f"{share:.0%}" for share in _get_shares(use).values())
         rows.append((names[rank], *shares, "" if together is not None else format_bytes(held[f"rank {rank}"])))
     rows += [("all ranks: one process", "", "", "", "", format_bytes(together))] if together else []
-    heads = ("rank", "works", "communicates", "waits", "other", "memory")
+    heads: Sequence[str] = ("rank", "works", "communicates", "waits", "other", "memory")
     ranks = _format_table("Ranks in the last step", heads, rows if len(rows) <= RANKS else [])
     # The last epochs, newest first, without the columns that are empty.
     records = [epoch.record for epoch in reversed(progress.epochs[-EPOCHS:])]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image
@@ -55,7 +55,7 @@ class RasterCache:
             return make_thumbnail(self.picture, REGION_PX, (y0, x0, rows, cols))
         there = Image.fromarray(self.picture.read(y0, x0, rows, cols))
         box = (left - x0, top - y0, right - x0, bottom - y0)
-        return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
+        return np.array(there.resize((len(view.cols), len(view.rows)), Image.Resampling.BOX, box=box))
 
 
 def make_nameless(picture: Picture) -> Picture:
@@ -92,7 +92,7 @@ def encode_tile(picture: Picture, level: int, row: int, col: int) -> bytes:
     tile = Tile(Span(row * side, (row + 1) * side), Span(col * side, (col + 1) * side)) & whole
     if not tile:
         return b""
-    box = (tile.rows.start, tile.cols.start, *tile.shape)
+    box = tile.rows.start, tile.cols.start, len(tile.rows), len(tile.cols)
     if level == 0:
         return encode_pixels(picture.read(*box), exact=True)
     # At an edge the tile is smaller by the same factor, so that it lies where it belongs.
@@ -185,7 +185,7 @@ def is_picked(pixels: object, layer: Mapping[str, Any]) -> bool:
     return _are_integers(pixels, 4) and all(0 <= at < max(1, px) for at, px in zip(pixels, sizes, strict=True))
 
 
-def _are_integers(values: Any, count: int) -> bool:
+def _are_integers(values: object, count: int) -> TypeGuard[list[int]]:
     return isinstance(values, list) and len(values) == count and all(type(value) is int for value in values)
 
 

@@ -209,8 +209,8 @@ def measure_gauges(
     loads: Sequence[RankLoad], machine: Machine | None, found: Forecast | None, why_not: str
 ) -> tuple[dict[str, Any], ...]:
     """Return the gauges of memory, time and traffic as dicts. `why_not` says why there is no time, if there is none."""
-    peaks = [load.peak_bytes for load in loads]
-    peak = None if None in peaks else max(peaks, default=None)
+    peaks = [load.peak_bytes for load in loads if load.peak_bytes is not None]
+    peak = max(peaks, default=None) if len(peaks) == len(loads) else None
     limit = machine.get_rank_bytes(len(loads)) if machine else None
     sent_bytes, messages = sum(load.sent.bytes for load in loads), sum(load.sent.messages for load in loads)
     memory = Gauge("memory", "Memory of the fullest rank", peak, "", limit)
@@ -224,7 +224,8 @@ def measure_gauges(
         memory = replace(memory, verdict="fits" if fits else "does not fit", note=note, reason=reason)
     seconds = found.seconds if found else None
     time = Gauge("time", "Time of a step, predicted", seconds, format_seconds(seconds) if seconds else "")
-    time = replace(time, note=f"{format_number(found.images_per_s)} images/s on {machine.name}" if found else why_not)
+    speed = f"{format_number(found.images_per_s)} images/s on {machine.name}" if found and machine else why_not
+    time = replace(time, note=speed)
     words = f"{format_count(messages, 'message')} of all ranks"
     traffic = Gauge("traffic", "Traffic of a step", sent_bytes, format_bytes(sent_bytes), note=words)
     return tuple(asdict(gauge) for gauge in (memory, time, traffic))

@@ -137,7 +137,7 @@ def _read_file(path: Path) -> tuple[NDArray[Any], tuple[int, int], NDArray[Any],
         shape = drawn.shape
     elif head.startswith(TIFF_HEADS):
         with translate_errors(path), tifffile.TiffFile(path) as file:
-            levels, text = file.series[0].levels, file.pages[0].description
+            levels, text = file.series[0].levels, file.pages.first.description
             shape = levels[0].shape
             # The coarsest level with as many pixels as are drawn: levels of classes are not shifted against each other.
             enough = [level for level in levels if max(level.shape) >= min(SHOWN_PX, max(shape))][-1]

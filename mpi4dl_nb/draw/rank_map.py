@@ -10,7 +10,7 @@ from textwrap import shorten
 from matplotlib.axes import Axes
 from torch import nn
 
-from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
+from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, Style, draw_boxes, format_ranks, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
@@ -107,8 +107,8 @@ def _list_values(load: RankLoad, missing: str) -> list[tuple[float, str]]:
     if load.kept_bytes is not None and load.peak_bytes is not None:
         kept = f"{format_bytes(load.kept_bytes)} ({format_bytes(load.peak_bytes)} in all)"
     sent = f"{load.sent.messages:,} messages, {format_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
-    values = [(load.weight_bytes, format_bytes(load.weight_bytes)), (load.kept_bytes or 0, kept)]
-    values.append((load.sent.bytes, sent))
+    values: list[tuple[float, str]] = [(load.weight_bytes, format_bytes(load.weight_bytes))]
+    values += [(load.kept_bytes or 0, kept), (load.sent.bytes, sent)]
     if load.busy_s is not None and load.wait_s is not None:
         values.append((load.busy_s, f"{format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}"))
     return values
@@ -123,7 +123,7 @@ MOST_COPIES, MOST_CELLS = 12, 300
 StageColumn = tuple[float, float]
 """Left edge and width of a stage, in inches."""
 FACES = {0: ("#dbe9f6", ""), 1: ("#fde3c8", "//")}  # by direction
-WORDS = {"fontsize": 9, "va": "center", "color": INK}
+WORDS: Style = {"fontsize": 9, "va": "center", "color": INK}
 ARROW = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 1, "color": INK, "shrinkA": 0, "shrinkB": 0}
 
 

@@ -15,6 +15,7 @@ from mpi4dl_nb.draw.figure import (
     ORANGE,
     BarStyle,
     Drawing,
+    Style,
     draw_legend,
     draw_stacks,
     format_count,
@@ -37,7 +38,7 @@ LOOKS = {
 }
 LINES = ((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#007a5a", "-.", "^"), ("#7b3294", ":", "D"))
 MOST = len(LINES)
-IDEAL = {"color": "#767676", "linewidth": 1, "zorder": 2}
+IDEAL: Style = {"color": "#767676", "linewidth": 1, "zorder": 2}
 PIXELS = BarStyle("largest side that fits", "#56b4e9", "")
 
 
@@ -125,7 +126,7 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     texts = []
     for largest in limits:
         limit = format_bytes(largest.rank_bytes)
-        if largest.size_px:
+        if largest.size_px or not largest.next_bytes:
             more = "" if largest.next_bytes else ", and no larger one was tried"
             texts.append(f"{largest.size_px:,} px: {format_bytes(largest.bytes)} of {limit}{more}")
         else:
@@ -208,13 +209,14 @@ def show_capabilities(found: Capabilities) -> Drawing:
     for column, size in enumerate(sizes):
         for row, kind in enumerate(kinds):
             look, forms = _describe_verdict(found.get_verdict(kind, size), found.by)
-            hatch, best = "////" if look == "large" else None, look == "fastest"
+            hatch, is_best = "////" if look == "large" else None, look == "fastest"
             # A hatch has the colour of the edge, so that the outline is a patch of its own. Frames are on top.
-            face = {"facecolor": FACES[look], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
-            line = {"fill": False, "linewidth": 2.4 if best else 0.6, "zorder": 2 if best else 1.5, "clip_on": False}
-            for style in (face, line):
-                axes.add_patch(Rectangle((column, row), 1, 1, **{"edgecolor": INK} | style))
-            style = {"fontsize": 9, "linespacing": 1.3, "weight": "bold" if best else "normal"}
+            face: Style = {"facecolor": FACES[look], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
+            line: Style = {"fill": False, "edgecolor": INK, "clip_on": False}
+            line |= {"linewidth": 2.4 if is_best else 0.6, "zorder": 2 if is_best else 1.5}
+            for patch in (face, line):
+                axes.add_patch(Rectangle((column, row), 1, 1, **patch))
+            style: Style = {"fontsize": 9, "linespacing": 1.3, "weight": "bold" if is_best else "normal"}
             if hatch:  # the text is on plain ground, since it is illegible on the hatch
                 style["bbox"] = {"facecolor": FACES[look], "edgecolor": "none", "pad": 2}
             write_first_fit(axes, column + 0.5, row + 0.5, forms, axes.bbox.width / len(sizes), **style)

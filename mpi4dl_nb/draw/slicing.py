@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from torch import nn
 
+from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.draw.figure import INK, Drawing, format_count, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
@@ -180,7 +181,7 @@ LINE = 59  # characters in a line of the words
 
 
 def _make_panels(
-    main: tuple[int, int], side: tuple[int, int] | None, title: str, words: Sequence[str]
+    main: Sequence[int], side: Sequence[int] | None, title: str, words: Sequence[str]
 ) -> tuple[Drawing, Axes, Axes | None, Text]:
     """Create a large panel and a small one with the aspect ratios of `main` and `side` (rows, columns), and the words.
 
@@ -217,7 +218,7 @@ def _wrap_lines(lines: Sequence[str]) -> str:
     return "\n".join(textwrap.fill(line, LINE, subsequent_indent="   ") for line in lines)
 
 
-def _fit_sides(shape: tuple[int, int], width: float, height: float) -> tuple[float, float]:
+def _fit_sides(shape: Sequence[int], width: float, height: float) -> tuple[float, float]:
     """Return the largest (height, width) with the aspect ratio of `shape` that fits into `width` and `height`."""
     scale = min(width / shape[1], height / max(1, shape[0]))
     return shape[0] * scale, shape[1] * scale
@@ -339,10 +340,12 @@ def draw_slicing(
     rank = _resolve_rank(point, tile)
     pieces = [point.describe_move(move) for move in point.get_receives(rank)]
     if whole:  # the place in the small panel: around a corner where the tile borrows, or around a seam
-        side = 10 + 6 * max(point.compute_widths(rank).values())
-        place = make_square(choose_seam(point, rank), side, point.size_px)
-    elif not isinstance(view.zoom, Real) or not view.zoom >= 1:
-        raise PlanError(f"zoom={view.zoom!r} is how many pixels are shown across: use 1 or more, or None for all.")
+        across = 10 + 6 * max(point.compute_widths(rank).values())
+        place = make_square(choose_seam(point, rank), across, point.size_px)
+    elif not is_integer(view.zoom) or view.zoom < 1:
+        raise PlanError(
+            f"zoom={view.zoom!r} is how many pixels are shown across: give a whole number, or None for all."
+        )
     else:
         row, col = choose_seam(point, rank) if view.at is None else view.at
         place = make_square(get_pixel_at(col, row, point.size_px), view.zoom, point.size_px)
@@ -363,7 +366,7 @@ def draw_slicing(
             words.set_text(
                 _wrap_lines(descriptions)
             )  # arrows with labels tell the sources on the picture instead of the list
-    else:  # the region large, and its position in the layer small
+    elif side:  # the region large, and its position in the layer small
         draw_zoom(main, rasters, point, rank, place, has_values(point, place))
         if has_values(point, place):
             values = [describe_values(rasters, point, place)]
@@ -418,7 +421,7 @@ def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
 def _draw_legend(figure: Drawing, point: HaloPoint, rank: int, with_field: bool) -> None:
     outlines = tuple(Line2D([], [], color=tint, linestyle=line, linewidth=2.5) for tint, line in LOOKS)
     # A look that alternates from tile to tile has an entry with a handle for each of its colours, side by side.
-    entries: dict[str, object] = {"what a rank owns": outlines}
+    entries: dict[str, Any] = {"what a rank owns": outlines}
     for name, pieces, look in (
         (point.halo_words, point.get_receives(rank), HALO),
         ("what it computes though others own it", point.find_redundant_moves(rank), COMPUTED),

@@ -203,7 +203,8 @@ def describe_scene(stepping: DebuggedStep) -> dict[str, Any]:
     A rank is drawn where its first role is: a box for each stage of each replica, with its tiles as in the image.
     """
     layout, schedule = stepping.layout, stepping.schedule
-    boxes, homes = [], {}
+    boxes: list[dict[str, Any]] = []
+    homes: dict[int, dict[str, int]] = {}
     several = len({pipe.replica for pipe in layout.pipes}) > 1
     for pipe in layout.pipes:
         for index, stage in enumerate(pipe.stages):

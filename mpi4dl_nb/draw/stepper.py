@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
+from mpi4dl_nb.checks import is_integer
+from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, Style, format_ranks, format_size
 from mpi4dl_nb.draw.tilemap import NOT_OWN, PADDING
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
 from mpi4dl_nb.engines.compiler.steps import StepLabel
@@ -73,7 +75,7 @@ def show_step(
     ...         event = stepping.until(kind="halo")
     ...         figure = show_step(stepping)
     """
-    if not isinstance(message, int) or message < 0:
+    if not is_integer(message) or message < 0:
         raise PlanError(f"message={message!r} must be a whole number of 0 or more, the first of the last messages.")
     return draw_step(stepping.view(channel, image, show), message)
 
@@ -228,7 +230,7 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
         descriptions = [f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
         if view.event.done:
             descriptions = ["The weights have moved. There are no images to show now: a restart begins another step."]
-        words = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
+        words: Style = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
         figure.text(left + width / 2, bottom + height / 2, "\n".join(descriptions), **words)
         return
     arranged: list[list[tuple[int, int]]] = []  # row and column of each panel
@@ -267,24 +269,24 @@ def _draw_group(
     widest = max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
     room_in = (width * wide_in - BAR_IN) / columns
     cell_w = min(room_in, (cell_h * high_in - GAP_IN) * widest + GAP_IN) / wide_in
-    drawn = None
+    drawn: list[AxesImage] = []
     for panel, (row, column) in zip(group.panels[:MOST], places, strict=False):
         corner = left + column * cell_w + 0.6 * gap_x, bottom + (rows - 1 - row) * cell_h + 0.45 * gap_y
         axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
-        drawn = _draw_panel(axes, group, panel)
+        drawn.append(_draw_panel(axes, group, panel))
         transfer = view.landed[focus][0] if view.landed else None
         if transfer and panel.rank in (transfer.source, transfer.target):
             # The tile of the message is framed on its target (solid) and on its source (dashed).
             tile, there = transfer.plane.tile, panel.rank == transfer.target
             for wide, colour, line in ((4.5, "white", "solid"), (2.2, ORANGE, "solid" if there else (0, (2, 1)))):
-                look = {"linewidth": wide, "edgecolor": colour, "linestyle": line, "clip_on": False, "zorder": 9}
+                look: Style = {"linewidth": wide, "edgecolor": colour, "linestyle": line, "clip_on": False, "zorder": 9}
                 axes.add_patch(Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, **look))
             name = f"→ rank {transfer.target}" if there else f"rank {transfer.source} →"
             axes.set_title(name, fontsize=9, pad=3, color=INK)
     bar = figure.add_axes(
         (left + columns * cell_w + 0.05 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height)
     )
-    ticks = figure.colorbar(drawn, cax=bar).ax
+    ticks = figure.colorbar(drawn[-1], cax=bar).ax
     ticks.tick_params(labelsize=8)
     ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
 
@@ -341,14 +343,14 @@ def _cut_around(held: Tile, inner: Tile) -> list[Tile]:
     return list(filter(None, parts))
 
 
-def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
+def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> AxesImage:
     low, high = group.span
     held, pixels = panel.extent.held, panel.seen.pixels.numpy()
     tile = panel.extent.plane.tile
     cols, rows = tile.cols, tile.rows
     extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
-    style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
+    style: Style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
     image = axes.imshow(pixels, extent=extent, aspect="equal" if is_square(held) else "auto", **style)
     for parts, look in zip(split_halo(panel), (NOT_OWN, PADDING), strict=True):
         for part in parts:
@@ -358,9 +360,9 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     axes.tick_params(labelsize=7.5, length=2, pad=1)
     # The numbers are aligned inwards, so that the two at a corner of the panel do not overlap.
     for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
-        label.set_horizontalalignment(side)
+        label.set(horizontalalignment=side)
     for label, side in zip(axes.get_yticklabels(), ("top", "bottom"), strict=True):
-        label.set_verticalalignment(side)
+        label.set(verticalalignment=side)
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     return image
 
@@ -371,7 +373,7 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
 LONG, DEEP = 5, 2
 """Number of cells shown along a strip, and across it."""
 PAPER = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-NUMBER = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": PAPER}
+NUMBER: Style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": PAPER}
 
 
 @dataclass(frozen=True)
@@ -402,9 +404,10 @@ def _cut_strips(view: StepView, focus: int) -> _Strips:
     skipped = max(0, (len(span) - LONG) // 2)
     strips: dict[str, NDArray[np.float64] | None] = {}
     for name, tensor in zip(name_strips(transfer), (landed.before, landed.arrived, landed.after), strict=True):
-        kept = tensor is not None and tensor.numel()
-        values = (tensor.T if along == "row" else tensor).numpy() if kept else None
-        strips[name] = values[:DEEP, skipped : skipped + LONG] if kept else None
+        strips[name] = None
+        if tensor is not None and tensor.numel():
+            values = (tensor.T if along == "row" else tensor).numpy()
+            strips[name] = values[:DEEP, skipped : skipped + LONG]
     return _Strips(head, along, span, skipped, strips)
 
 
@@ -440,7 +443,7 @@ def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -
     low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
     if back:  # a gradient's sign is its colour
         low, high = min(low, -high), max(high, -low)
-    look = {"cmap": MAPS[back], "norm": Normalize(low, high if high > low else low + 1)}
+    look: Style = {"cmap": MAPS[back], "norm": Normalize(low, high if high > low else low + 1)}
     deep, long = known[0].shape
     along, first = f"{strips.along} ", strips.span.start + strips.skipped
     axes = figure.add_axes((left, bottom, width, height * 0.94))

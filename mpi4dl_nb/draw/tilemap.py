@@ -16,14 +16,16 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
+from matplotlib.typing import LineStyleType
 from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 
-from mpi4dl_nb.draw.figure import CASING, INK, TILE_COLOURS, format_size
+from mpi4dl_nb.draw.figure import CASING, INK, TILE_COLOURS, Style, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
 from mpi4dl_nb.draw.navigation import RasterCache, compute_layer_microns
+from mpi4dl_nb.draw.plain_text import PlainCanvas
 from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.formatting import format_microns
-from mpi4dl_nb.engines.geometry.tiles import Move, Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile
 from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels
 from mpi4dl_nb.engines.plan.layout import StageRanks
 
@@ -39,7 +41,7 @@ PAD_PX = 4  # of the screen, around a text: its white box
 def draw_label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
     """Draw dark text in a white box centred at (x, y)."""
     box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
-    settings = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK, "zorder": 10, "bbox": box}
+    settings: Style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK, "zorder": 10, "bbox": box}
     return axes.text(x, y, text, **(settings | style))
 
 
@@ -75,16 +77,17 @@ def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
 
 # Levels (zorder): 0 the picture, 3 halos of other tiles, 4 outlines of tiles, 5 the chosen tile's halo, 6 its outline,
 # 7 values of pixels, 8 the receptive field, 9 arrows and frames, 10 texts.
-LOOKS = tuple(zip(TILE_COLOURS, ("solid", (0, (5, 2)), (0, (5, 2)), "solid"), strict=True))
+_LINES: tuple[LineStyleType, ...] = ("solid", (0, (5, 2)), (0, (5, 2)), "solid")
+LOOKS = tuple(zip(TILE_COLOURS, _LINES, strict=True))
 """Colour and line of tiles: those of an even row alternate between the first two, of an odd row between the others."""
 TINT = 0.4  # opacity of the owner's colour over what is borrowed, whose own colours are seen through it
-HALO = {"linewidth": 1.4, "zorder": 5}
-COMPUTED = HALO | {"hatch": "xx", "hatch_linewidth": 0.8}
-NOT_OWN = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
+HALO: Style = {"linewidth": 1.4, "zorder": 5}
+COMPUTED: Style = HALO | {"hatch": "xx", "hatch_linewidth": 0.8}
+NOT_OWN: Style = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
 """Of what a rank holds of other ranks' pixels of a value, where colours are values."""
 PADDING = NOT_OWN | {"hatch": "..."}
 """Likewise of what it holds beyond the image."""
-OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
+OTHER_HALO: Style = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
 TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
 
 
@@ -147,33 +150,33 @@ def label_tiles(
 
     def draw_tile_labels(form: str, size: int) -> TileLabels:
         paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
-        style = {"fontsize": size, "weight": "bold", "color": INK, "zorder": 10, "bbox": paper}
+        style: Style = {"fontsize": size, "weight": "bold", "color": INK, "zorder": 10, "bbox": paper}
         lettered: dict[int, Text] = {}
         for rank, number in names.items():
             tile, text = tiles[rank], form.format(tile=number, rank=rank)
             right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
             corner = tile.cols.stop if right else tile.cols.start, tile.rows.stop if low else tile.rows.start
             inwards = -1.2 * size if right else 1.2 * size, 1.2 * size if low else -1.2 * size
-            aligned = {"ha": "right" if right else "left", "va": "bottom" if low else "top"}
-            lettered[rank] = axes.annotate(text, corner, inwards, textcoords="offset points", **aligned, **style)
+            style |= {"ha": "right" if right else "left", "va": "bottom" if low else "top"}
+            lettered[rank] = axes.annotate(text, corner, inwards, textcoords="offset points", **style)
         return lettered
 
     return draw_first_fit(axes, tiles, (draw_tile_labels(*form) for form in TAGS), avoid)
 
 
-def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
+def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Style = HALO) -> None:
     """Tint halo pieces in the colour of the tile that owns them; their pixels are seen through the tint."""
     for move in pieces:
         corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
         axes.add_patch(Rectangle(corner, width, height, **tint_halo(get_tile_look(ranks, move.source)[0], look)))
 
 
-def tint_halo(colour: str, look: Mapping[str, Any] = HALO) -> dict[str, Any]:
+def tint_halo(colour: str, look: Style = HALO) -> Style:
     """Return a patch's style for a halo that the tile with this colour owns."""
     return {"facecolor": to_rgba(colour, TINT), "edgecolor": colour} | look
 
 
-def get_tile_look(ranks: StageRanks, rank: int) -> tuple[str, Any]:
+def get_tile_look(ranks: StageRanks, rank: int) -> tuple[str, LineStyleType]:
     """Return colour and line of a rank's tile. Neighbours differ in colour, corners included."""
     row, col = divmod(ranks.ranks.index(rank), ranks.grid.cols)
     return LOOKS[2 * (row % 2) + col % 2]
@@ -190,10 +193,10 @@ def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bb
     labels = {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
     lettered = draw_first_fit(axes, tiles, [labels], avoid)
     depth = 0.09 * min(tiles[rank].shape)  # an arrow ends just inside the tile, where it is nearest to the piece
-    inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (tiles[rank].rows, tiles[rank].cols)))
+    top, left, bottom, right = tiles[rank].sides
     for move in pieces:
         x, y = compute_middle(move.tile)
-        tip = np.clip(x, inner.cols.start, inner.cols.stop), np.clip(y, inner.rows.start, inner.rows.stop)
+        tip = np.clip(x, left + depth, right - depth), np.clip(y, top + depth, bottom - depth)
         draw_arrow(axes, compute_middle(tiles[move.source]), tip, lettered.get(move.source))
     return lettered
 
@@ -202,8 +205,8 @@ def draw_arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], after: Text | None, short_pt: float = 0
 ) -> None:
     """Draw an arrow from `start`, or the edge of the text `after` there, to `short_pt` points before `end`."""
-    if after:
-        after.update_bbox_position_size(axes.figure.canvas.get_renderer())  # the arrow starts at its white box
+    if after and isinstance(canvas := axes.figure.canvas, PlainCanvas):
+        after.update_bbox_position_size(canvas.get_renderer())  # the arrow starts at its white box
     look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.6, "color": INK, "path_effects": CASING}
     ends = {"patchA": after.get_bbox_patch() if after else None, "shrinkA": 0, "shrinkB": short_pt}
     axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)
@@ -231,7 +234,7 @@ def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
     # rectangle in pixels of the layer, so that it is never too small to be seen.
     box, point_px = get_screen_box(axes, view), axes.figure.dpi / 72
     side_pt = max(box.width / point_px, SMALLEST_FRAME_PT)
-    frame = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
+    frame: Style = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
     axes.plot(*compute_middle(view), markerfacecolor="none", path_effects=CASING, zorder=9.5, **frame)
     grown = box.padded((side_pt * point_px - box.width) / 2 + 3)
     # Within a large frame there is room for texts.
@@ -299,11 +302,12 @@ def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point:
             notes |= dict.fromkeys(zip(*np.nonzero(lent), strict=True), f"{sign} r{move.source}")
     cell = min(axes.bbox.height / view.shape[0], axes.bbox.width / view.shape[1])
     size_px = min(LARGEST_FONT_PX, max(SMALLEST_FONT_PX, int(cell / 5.2)))
-    style = {"fontsize": size_px * 72 / axes.figure.dpi, "ha": "center", "va": "center", "linespacing": 1, "zorder": 7}
+    style: Style = {"ha": "center", "va": "center", "linespacing": 1, "zorder": 7}
+    style["fontsize"] = size_px * 72 / axes.figure.dpi
     for row, col in np.ndindex(view.shape):
         lines = [str(value) for value in pixels[row, col]]
         if note := notes.get((row, col)):
-            look: dict[str, Any] = {"color": INK, "bbox": PAPER}
+            look: Style = {"color": INK, "bbox": PAPER}
             lines.insert(0, note)
         else:
             look = {"color": INK if int(ground[row, col].sum(dtype=int)) > DARK else "white"}
@@ -332,7 +336,7 @@ def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
 # The receptive field of one output pixel, drawn on the picture and in words.
 
 
-FIELD = {"fill": False, "linestyle": (0, (2, 1.2)), "zorder": 8}
+FIELD: Style = {"fill": False, "linestyle": (0, (2, 1.2)), "zorder": 8}
 SMALLEST_PX = 10  # on the screen
 
 

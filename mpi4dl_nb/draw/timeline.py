@@ -117,11 +117,7 @@ def show_timeline(
     rows = make_row_labels(charts, plan)
     end_ms = max(chart.seconds for chart in charts.values()) * 1e3
     span = span_ms or (0.0, end_ms)
-    if (
-        not isinstance(span, Sequence)
-        or [isinstance(bound, Real) for bound in span] != [True, True]
-        or not 0 <= span[0] < span[1]
-    ):
+    if not _is_span(span):
         raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
     first, last = span
     if first >= end_ms:  # else the figure would be blank; a span that only ends later is shown up to its end
@@ -152,6 +148,12 @@ def show_timeline(
         descriptions.append(f"{titles[name]}. {'; '.join(ranks)}.")
     figure.alt = " ".join(descriptions)
     return figure
+
+
+def _is_span(span: object) -> bool:
+    if not isinstance(span, Sequence) or [isinstance(bound, Real) for bound in span] != [True, True]:
+        return False
+    return bool(0 <= span[0] < span[1])
 
 
 def format_timeline_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:

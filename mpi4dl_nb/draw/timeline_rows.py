@@ -73,8 +73,8 @@ def make_timeline_rows(
         for place, event in sorted(enumerate(chart.events), key=lambda item: (item[1].rank, item[1].start_s)):
             span = event.start_s - chart.start_s, event.end_s - chart.start_s
             times.append((*span, event.wait_s, event.bytes))
-            words = (names, event.name), (kinds, event.kind), (phases, event.phase)
-            numbers = [known.setdefault(word, len(known)) for known, word in words]
+            keys = (names, event.name), (kinds, event.kind), (phases, event.phase)
+            numbers = [known.setdefault(key, len(known)) for known, key in keys]
             codes.append((places[event.rank], looks[get_style(event)], *numbers, event.micro_batch, place))
     words = {
         "looks": [asdict(style) for style in ORDER],

@@ -7,7 +7,7 @@ from html import escape
 
 from matplotlib.axes import Axes
 
-from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
+from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, Style, draw_legend
 from mpi4dl_nb.draw.memory import make_limit_look
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
 from mpi4dl_nb.engines.errors import PlanError
@@ -108,19 +108,22 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
     def compute_pace(each: Candidate, seconds: float) -> float:
         return compute_throughput(each.forecast.images, seconds, neutral_batch)
 
-    best, *others = sort_candidates((candidate for candidate in measured if candidate.measured), neutral_batch)
-    rate = format_rate(best.forecast.images, best.measured.median_s, neutral_batch)
+    in_order = sort_candidates(measured, neutral_batch)
+    timed = [(candidate, candidate.measured) for candidate in in_order if candidate.measured]
+    (best, steps), *others = timed
+    rate = format_rate(best.forecast.images, steps.median_s, neutral_batch)
     title = "The fastest plan, as measured, is" if others else "Measured:"
     words = f"{title} {describe_plan(best.plan)}: {rate}."
     if by == "memory" and others:
-        least = min((best, *others), key=lambda candidate: candidate.peak_bytes or candidate.predicted_bytes)
+        plans = (candidate for candidate, _ in timed)
+        least = min(plans, key=lambda candidate: candidate.peak_bytes or candidate.predicted_bytes)
         held = format_bytes(least.peak_bytes or least.predicted_bytes)
         words = f"The plan with the least memory, as measured, is {describe_plan(least.plan)}: {held}. {words}"
-    slowest = compute_pace(best, max(best.measured.seconds))
+    slowest = compute_pace(best, max(steps.seconds))
     ties = [
         describe_plan(candidate.plan)
-        for candidate in others
-        if compute_pace(candidate, min(candidate.measured.seconds)) >= slowest
+        for candidate, measurement in others
+        if compute_pace(candidate, min(measurement.seconds)) >= slowest
     ]
     if ties:
         words += f" As the times of steps vary, these may be as fast: {'; '.join(ties)}."
@@ -150,7 +153,7 @@ def show_tuning(
         raise PlanError("There is no candidate to show: predict some plans first.")
     shown = list(candidates[:SHOWN])
     figure = Drawing(figsize=(11, 5.3 + 0.52 * len(shown)), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[3.6, 1.0 + 0.52 * len(shown)])
+    (above,), (below,) = figure.subfigures(2, 1, squeeze=False, height_ratios=[3.6, 1.0 + 0.52 * len(shown)])
     points = make_points(candidates, neutral_batch, rank_bytes, too_large)
     _draw_points(above.add_subplot(), points, rank_bytes)
     left, right = below.subplots(1, 2, sharey=True)
@@ -193,9 +196,10 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
                 for point in mine
                 if number == (2 if not point.number else not point.measured_image_s)
             ]
-            style = {"marker": look.marker, "s": 64, "facecolors": face, "edgecolors": look.colour, "linewidths": 1.2}
+            style: Style = {"marker": look.marker, "s": 64, "facecolors": face, "edgecolors": look.colour}
             if places:
-                axes.scatter(*zip(*places, strict=True), **style, label=f"{look.name}, {state}", zorder=4 - number)
+                style |= {"linewidths": 1.2, "label": f"{look.name}, {state}", "zorder": 4 - number}
+                axes.scatter(*zip(*places, strict=True), **style)
     front = sorted((point.cost[1] / MB, point.cost[0] * 1e3) for point in points if point.on_front)
     if front:
         axes.step(
@@ -208,8 +212,8 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
         )
     fitting = max((point.cost[1] for point in points if point.number), default=0) / MB
     if rank_bytes:
-        look = make_limit_look(any(point.cost[1] > rank_bytes for point in points))
-        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **look)
+        line = make_limit_look(any(point.cost[1] > rank_bytes for point in points))
+        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **line)
         low = axes.get_xlim()[0]
         axes.set_xlim(low, min(axes.get_xlim()[1], max(1.1 * fitting, 1.6 * rank_bytes / MB)))
     if rank_bytes and rank_bytes / MB > 4 * fitting:  # else all plans would share a corner
@@ -224,4 +228,4 @@ def _draw_bars(axes: Axes, pairs: Sequence[tuple[float, float | None]], say: Cal
         known = {row + shift: length for row, length in enumerate(lengths) if length is not None}
         bars = axes.barh(list(known), list(known.values()), 0.36, **look.patch)
         axes.bar_label(bars, list(map(say, known.values())), padding=3, fontsize=8)
-    axes.set_xlim(0, 1.3 * max(bar.get_width() for bar in axes.patches))
+    axes.set_xlim(0, 1.3 * max(length for pair in pairs for length in pair if length is not None))
