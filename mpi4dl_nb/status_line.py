@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from html import escape
 from threading import Event, Lock, Thread
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from IPython import get_ipython
 from IPython.display import display
 from tqdm import tqdm
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number that is done, and the total."""
@@ -33,7 +34,7 @@ class StatusLine:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._handle = None
+        self._handle: Any = None  # of IPython, once the line is displayed
         self._over, self._lock = Event(), Lock()
 
     def show(self) -> None:

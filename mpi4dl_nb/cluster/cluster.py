@@ -6,12 +6,12 @@ import gc
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from os import PathLike
 from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
+from mpi4dl_nb.checks import is_number
 from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache, calibrate_cluster
 from mpi4dl_nb.cluster.loopback_ranks import LoopbackRanks, SingleThreadRanks
 from mpi4dl_nb.cluster.mpi_ranks import MpiRanks
@@ -87,7 +87,7 @@ class Cluster:
         output: bool = True,
     ) -> None:
         _check_count(n)
-        if hang_after_s is not None and not (isinstance(hang_after_s, Real) and hang_after_s >= 1):
+        if hang_after_s is not None and not (is_number(hang_after_s) and hang_after_s >= 1):
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in ("auto", *_BACKENDS):
             raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, ("auto", *_BACKENDS)))
@@ -95,7 +95,8 @@ class Cluster:
         backend = choose_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
-        self.dead, self._dead_rank = "", 0
+        self.dead = ""
+        self._dead_rank: int | None = None
         self._ranks: Ranks | None = None
         self._owned: OwnedRanks | None = None
         self._shown = OutputPrinter(output)
@@ -121,7 +122,7 @@ class Cluster:
                 if get_owned_ranks():
                     gc.collect()  # a Training is part of a reference cycle: only a collection ends its old cluster
                 self._ranks, self._last, self.dead = self._launch(), None, ""
-                self._owned = OwnedRanks(self.end_later, self._ranks)
+                self._owned = OwnedRanks(self, self._ranks)
                 watch_notebook()
         return self
 
@@ -170,9 +171,10 @@ class Cluster:
             #     ranks are dead, `fewer`   shrink the communicator (ULFM), without a restart
             #     ranks are dead            restart all ranks
             #     all ranks are alive       synchronise them; if that fails, restart all
-            ranks = self._ranks
-            cut, lost = (ranks.find_lost_hosts(), ranks.find_lost_ranks()) if ranks else ((), {})
-            if cut:
+            if (ranks := self._ranks) is None:
+                return self.restart()
+            cut, lost = ranks.find_lost_hosts(), ranks.find_lost_ranks()
+            if cut and self.hosts:
                 left = self.hosts.exclude(cut)
                 n = self.n - fewer * sum(isinstance(ended, HostLost) for ended in lost.values())
                 left.assign_ranks(n)  # raises PlanError before anything has ended, if the ranks do not fit
@@ -187,7 +189,7 @@ class Cluster:
                 self.n, self.dead, self.machine = self.n - len(lost), "", None
                 self._resync(ranks, recover_and_reset)
                 return self
-            if ranks is None or self.dead or lost:
+            if self.dead or lost:
                 return self.restart()
             try:
                 self._make_ready()
@@ -294,18 +296,19 @@ class Cluster:
             remembered = None
         elif store or not self._is_calibrated(quick):
             remembered = kept.read()
-        self.machine = remembered or self.machine
-        if again or not self._is_calibrated(quick):
+        self.machine = machine = remembered or self.machine
+        if again or machine is None or not self._is_calibrated(quick):
             kept.check_writable()
-            self.machine, remembered = calibrate_cluster(self.call, self.n, quick, accept_noise, progress), None
+            machine = calibrate_cluster(self.call, self.n, quick, accept_noise, progress)
+            self.machine, remembered = machine, None
         if remembered is None:
-            kept.write(self.machine)
-        return self.machine
+            kept.write(machine)
+        return machine
 
     def _is_calibrated(self, quick: bool | None) -> bool:
         """Whether the calibration is for the current number of ranks and, if `quick` is False, not a quick one."""
-        known = self.machine is not None and self.machine.ranks == self.n
-        return known and not (quick is False and self.machine.quick)
+        known = self.machine
+        return known is not None and known.ranks == self.n and not (quick is False and known.quick)
 
     def _make_ready(self) -> Ranks:
         """Return the ranks, ready for a call; after a failure, they are synchronised again. Raises RankError."""
@@ -390,6 +393,6 @@ def _describe_alive() -> str:
     return f"{count or 'no'} {'rank' if count == 1 else 'ranks'} of this notebook {'is' if count == 1 else 'are'} alive"
 
 
-def _check_count(n: int) -> None:
+def _check_count(n: object) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise PlanError(f"n={n!r} must be a whole number of ranks, 1 or more.")

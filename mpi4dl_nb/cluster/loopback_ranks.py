@@ -24,6 +24,10 @@ from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
 
 
+def _put_line(lines: SimpleQueue[tuple[int, OutputLine]], rank: int, line: OutputLine) -> None:
+    lines.put((rank, line))
+
+
 class LoopbackRanks(Ranks):
     """Ranks as threads of this process, without MPI or any other process."""
 
@@ -35,7 +39,7 @@ class LoopbackRanks(Ranks):
         self._threads: dict[int, Thread] = {}  # of the last call of each rank
         self._lines: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
         for rank, host in enumerate(self._hosts):
-            host.board.output = LineBuffer(lambda line, rank=rank, lines=self._lines: lines.put((rank, line)))
+            host.board.output = LineBuffer(partial(_put_line, self._lines, rank))
 
     def count(self) -> int:
         """Return the number of ranks."""

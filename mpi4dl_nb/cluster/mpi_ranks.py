@@ -93,6 +93,8 @@ class _Controller(CaptureMixin, LocalControllerLauncher):
 class _Launcher(CaptureMixin, MPIEngineSetLauncher):
     """Engines under an mpiexec that, with ULFM, reports a dead rank to the others and continues without it."""
 
+    environment: dict[str, str]
+
     def __init__(self, *args: Any, mpi: MpiLibrary, home: str, across: MultiHost | None = None, **kwargs: Any) -> None:
         super().__init__(*args, mpi_cmd=[find_mpiexec()], mpi_args=list(mpi.flags), **kwargs)
         self.engine_args = _ENGINES
@@ -137,7 +139,7 @@ class MpiRanks:
         except OSError as error:  # even that process cannot be started
             remove_paths(paths)
             raise _make_refusal(n, error) from error
-        self._client: ipyparallel.Client | None = None
+        self._client: Any = None  # of ipyparallel, once the controller answers
         self._launchers: list[Any] = []
         self._reports = SupervisorReports(self._reaper.get_ended_pids)
         self._processes, self._lacks_nanny = ClusterProcesses(), False
@@ -421,9 +423,8 @@ class MpiRanks:
         """Renumber the other ranks, in order, as MPI does when it shrinks a communicator."""
         kept = [rank for rank in range(self._n) if rank not in set(ranks)]
         self._n = len(kept)
-        self._ids, self._began_as, self._views, self._outputs = (
-            [column[rank] for rank in kept] for column in (self._ids, self._began_as, self._views, self._outputs)
-        )
+        self._ids, self._began_as = [self._ids[rank] for rank in kept], [self._began_as[rank] for rank in kept]
+        self._views, self._outputs = [self._views[rank] for rank in kept], [self._outputs[rank] for rank in kept]
         if not self._across:
             self._processes.keep_ranks(kept)
 

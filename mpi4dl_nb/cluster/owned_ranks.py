@@ -9,11 +9,11 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from threading import Lock, Thread, get_ident
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from mpi4dl_nb.cluster.remote_call import Ranks
 from mpi4dl_nb.cluster.user_modules import is_user_module
@@ -28,18 +28,23 @@ from mpi4dl_nb.cluster.user_modules import is_user_module
 #     another host loses this one   that host's agent (launch/host_agent.py), and each rank's supervisor
 
 
+class RanksOwner(Protocol):
+    """A cluster: `end_later` gives up its ranks, and ends them in a thread."""
+
+    def end_later(self) -> None: ...
+
+
 class OwnedRanks:
     """The ranks of a cluster. The cluster itself is referenced weakly: once it is collected, a thread ends the ranks.
 
-    `release` is the method of the cluster that ends its ranks in a thread. A fork of this process, as data loaders make
-    it, has copies of these objects, which never end the ranks.
+    A fork of this process, as data loaders make it, has copies of these objects, which never end the ranks.
     """
 
-    def __init__(self, release: Callable[[], None], ranks: Ranks) -> None:
+    def __init__(self, cluster: RanksOwner, ranks: Ranks) -> None:
         self.ranks, self._process, self._ends = ranks, os.getpid(), False
-        self.release = weakref.WeakMethod(release)
+        self.get_cluster = weakref.ref(cluster)
         self.kept_by = ""  # name of the variable that keeps the cluster alive, once it has been reported
-        self._finalizer = weakref.finalize(release.__self__, self.end_later)
+        self._finalizer = weakref.finalize(cluster, self.end_later)
         self._finalizer.atexit = False  # `_end_all` ends them at exit
         with _lock:
             _owned[id(self)] = self
@@ -86,7 +91,7 @@ def count_alive_ranks() -> int:
 
 def get_owned_ranks() -> list[OwnedRanks]:
     """Return the ranks of all clusters that still exist, in the order in which they were started."""
-    return [owned for owned in list(_owned.values()) if owned.release() is not None]
+    return [owned for owned in list(_owned.values()) if owned.get_cluster() is not None]
 
 
 # End clusters that a notebook can no longer reach, although IPython keeps what cells returned (`Out`, `_`).
@@ -117,13 +122,13 @@ def _end_unreachable(*result: object) -> None:
     shell = _get_shell()
     names = shell.user_ns
     for owned in get_owned_ranks()[:-1]:
-        if (release := owned.release()) is None:
+        if (cluster := owned.get_cluster()) is None:
             continue
         caches = (names[name] for name in _CACHES if name in names)
-        name = find_holder_name(release.__self__, names, (shell, *caches), shell.user_ns_hidden)
+        name = find_holder_name(cluster, names, (shell, *caches), shell.user_ns_hidden)
         if not name:
-            release()
-        elif names.get(name) is not release.__self__ and owned.kept_by != name:
+            cluster.end_later()
+        elif names.get(name) is not cluster and owned.kept_by != name:
             owned.kept_by = name
             print(
                 f"The {owned.ranks.count()} ranks of an earlier cluster stay alive: they are in use by `{name}`. "

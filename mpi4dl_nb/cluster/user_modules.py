@@ -52,8 +52,7 @@ class _UserModule:
     reloaded: bool = False
 
     @classmethod
-    def of(cls, module: ModuleType, reloaded: bool = False) -> _UserModule:
-        file = module.__spec__.origin
+    def of(cls, module: ModuleType, file: str, reloaded: bool = False) -> _UserModule:
         version = _find_loaded_version(file, reloaded)
         current = version not in (None, _ANOTHER)
         return cls(module, module.__spec__, file, version, current, parse_constants(file) if current else {}, reloaded)
@@ -145,13 +144,14 @@ class UserModules:
         new = sys.modules.keys() - self._checked
         self._checked |= new
         for name in new:
-            if is_user_module(name, module := sys.modules.get(name)):
-                self._known[name] = _UserModule.of(module)
+            module = sys.modules.get(name)
+            if module is not None and (file := find_user_file(name, module)):
+                self._known[name] = _UserModule.of(module, file)
         for name, known in self._known.items():
             module, version = sys.modules.get(name, known.module), _get_version(known.file)
             spec = getattr(module, "__spec__", None)
             if spec is not None and spec is not known.spec:  # both compare equal
-                self._known[name] = _UserModule.of(module, reloaded=True)
+                self._known[name] = _UserModule.of(module, spec.origin, reloaded=True)
             elif version != known.version and version is not None and _find_autoreload_ns(name) == version[0]:
                 known.version, known.reloaded, known.constants = version, True, {}
             else:
@@ -191,13 +191,18 @@ class UserModules:
 
 def is_user_module(name: str, module: object) -> bool:
     """Return whether a module was loaded from a file outside of Python, installed packages and this package."""
-    spec = getattr(module, "__spec__", None)
+    return find_user_file(name, module) != ""
+
+
+def find_user_file(name: str, module: object) -> str:
+    """Return the file that a user's module was loaded from; empty for any other module."""
+    spec: Any = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None)
     if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
-        return False
+        return ""
     if name == "__main__" or spec.name.partition(".")[0] == _OURS:  # a module of ours may have an old name too
-        return False
-    return not origin.startswith(_get_install_folders())
+        return ""
+    return "" if origin.startswith(_get_install_folders()) else origin
 
 
 @cache
@@ -251,7 +256,7 @@ def _find_autoreload_ns(name: str) -> int | None:
     """Return the mtime, in ns, of the file that IPython's %autoreload last loaded into a module; None if it has not."""
     if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
         return None
-    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    reloader: Any = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
     if not getattr(reloader, "enabled", False):
         return None
     file, changed_s = reloader.filename_and_mtime(sys.modules.get(name))

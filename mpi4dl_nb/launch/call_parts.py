@@ -27,7 +27,7 @@ def call_in_parts(
     work: tuple[bytes, bytes] | tuple[int, int] = common, own
     if (total := len(common) + len(own)) > PART_BYTES:
         step, begin = max(PART_BYTES, total // _MOST_PARTS), 0
-        for piece in work:
+        for piece in (common, own):
             for at in range(0, len(piece), step):
                 part = piece[at : at + step]
                 view.apply_async(rank_server.receive_part, part, begin, total)

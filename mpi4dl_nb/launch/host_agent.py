@@ -45,7 +45,7 @@ def collect_facts(order: dict) -> dict:
 
 def collect_versions(mpiexec: str) -> dict:
     """Return the versions that must be alike on all hosts; our own code is identified by a hash."""
-    versions = {"Python": sys.version.split()[0], "code of mpi4dl_nb": None, "MPI": None}
+    versions: dict[str, str | None] = {"Python": sys.version.split()[0], "code of mpi4dl_nb": None, "MPI": None}
     spec = importlib.util.find_spec("mpi4dl_nb")
     if spec is not None and spec.origin:
         # The version number stays the same while someone works on the code; ranks of two states of it could hang.
@@ -64,7 +64,7 @@ def collect_versions(mpiexec: str) -> dict:
             timeout=20,
             check=False,
         )
-        versions["MPI"] = (done.stdout.strip().splitlines() or [None])[0]
+        versions["MPI"] = next(iter(done.stdout.strip().splitlines()), None)
     for name in _PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
@@ -73,7 +73,7 @@ def collect_versions(mpiexec: str) -> dict:
     return versions
 
 
-def find_own_address(towards: str):
+def find_own_address(towards: str) -> "str | None":
     """Return the address of the interface that routes to `towards`; no packet is sent."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -81,13 +81,15 @@ def find_own_address(towards: str):
             probe.connect((towards, 9))
         except OSError:
             return None
-        return probe.getsockname()[0]
+        return str(probe.getsockname()[0])
 
 
-def find_network(address):
+def find_network(address: "str | None") -> "str | None":
     """Return the network of an address of this host, such as `10.0.0.0/24`."""
     import ipaddress
 
+    if address is None:
+        return None
     try:
         import psutil
     except ImportError:
@@ -117,11 +119,11 @@ def write_files(home: str, order: dict) -> str:
 class _LineReader:
     """Reads lines from standard input with a timeout."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pending, self.ready = b"", selectors.DefaultSelector()
         self.ready.register(0, selectors.EVENT_READ)
 
-    def read_line(self, within_s: float):
+    def read_line(self, within_s: float) -> "bytes | None":
         """Return the next line; None at the end of the input or after the timeout."""
         deadline = time.monotonic() + within_s
         while b"\n" not in self.pending:
@@ -149,7 +151,7 @@ def make_memory_folder(home: str, ranks: int) -> str:
     return str(memory)
 
 
-def _send(**what):
+def _send(**what: object) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 

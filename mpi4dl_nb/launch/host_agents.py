@@ -16,6 +16,7 @@ from typing import Any
 
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import host_agent
+from mpi4dl_nb.launch.reaper_process import get_pipe
 
 SILENT_S = 4.0  # a host that is silent for longer is lost
 _BEAT_S, _LOOK_S, _REPLY_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
@@ -64,13 +65,14 @@ class HostAgent:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
+        self.orders = get_pipe(self.process.stdin)
         self.replied_s, self.replies = time.monotonic(), dict[str, Any]()
         self._send(Path(host_agent.__file__).read_text(encoding="utf-8"))
         self._reader = Thread(target=self._read_replies, name=f"host agent {host}", daemon=True)
         self._reader.start()
 
     def _read_replies(self) -> None:
-        with self.process.stdout as lines:
+        with get_pipe(self.process.stdout) as lines:
             for line in lines:
                 with suppress(ValueError, TypeError):  # a greeting of the shell
                     self.replies |= json.loads(line)
@@ -78,8 +80,8 @@ class HostAgent:
 
     def _send(self, what: object) -> None:
         try:
-            self.process.stdin.write(json.dumps(what).encode() + b"\n")
-            self.process.stdin.flush()
+            self.orders.write(json.dumps(what).encode() + b"\n")
+            self.orders.flush()
         except (OSError, ValueError):
             pass  # the agent is gone, which shows when its reply does not come
 
@@ -182,7 +184,7 @@ class HostAgents:
             if host in self.find_silent_hosts():
                 agent.process.kill()
             with suppress(OSError):  # the agent is gone already
-                agent.process.stdin.close()  # on this it cleans up and exits
+                agent.orders.close()  # on this it cleans up and exits
         until_s = time.monotonic() + _LEAVE_S
         for agent in self.agents.values():
             agent.end(until_s)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, product
 from math import prod
@@ -36,7 +36,7 @@ class Host:
     slots: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or len(self.name) > _NAME_LENGTH or not _NAME.fullmatch(self.name):
+        if not _is_name(self.name):
             raise PlanError(
                 f"The host {_shorten(self.name)} has no name that ssh could take: up to {_NAME_LENGTH} letters, "
                 "digits, '.', '-' and '_', with or without 'user@' before it, and no '-' at the beginning of either."
@@ -55,6 +55,10 @@ class HostRanks:
 
     def __str__(self) -> str:
         return f"{self.name} ({format_ranks(self.ranks)})"
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and len(name) <= _NAME_LENGTH and _NAME.fullmatch(name) is not None
 
 
 def _shorten(value: object) -> str:
@@ -249,8 +253,9 @@ def _parse_slots(variables: Mapping[str, str], hosts: int) -> list[int]:
     name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if variables.get(key)), None)
     if name is None:
         return [1] * hosts
-    matches = [_COUNT.fullmatch(part) for part in variables[name].split(",")]
-    if not all(matches):
+    parts = variables[name].split(",")
+    matches = [match for match in map(_COUNT.fullmatch, parts) if match]
+    if len(matches) < len(parts):
         raise PlanError(
             f"{name}={_shorten(variables[name])} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...]."
         )
@@ -272,9 +277,9 @@ def expand_nodes(nodes: str) -> list[str]:
     # brackets, as of "node[1,[2]]" and "node]", leave an empty part.
     parts, at = list[str](), 0
     while at <= len(nodes):
-        match = _PARTS.match(nodes, at)
-        parts.append(match[0].strip() if "]" not in re.sub(r"\[[^\[\]]*\]", "", match[0]) else "")
-        at = match.end()
+        part = next(_PARTS.finditer(nodes, at))[0]  # empty at least
+        parts.append(part.strip() if "]" not in re.sub(r"\[[^\[\]]*\]", "", part) else "")
+        at += len(part)
         if at < len(nodes) and nodes[at] != ",":
             parts.append("")
             break
@@ -292,7 +297,7 @@ def expand_nodes(nodes: str) -> list[str]:
     return list(dict.fromkeys(map("".join, names)))
 
 
-class _Range(Sequence[str]):
+class _Range:
     """The numbers of `001-128` as text, padded to the width of the first."""
 
     def __init__(self, first: str, last: str) -> None:
@@ -301,15 +306,15 @@ class _Range(Sequence[str]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, at: int) -> str:
-        return f"{self._numbers[at]:0{self._width}d}"
+    def __iter__(self) -> Iterator[str]:
+        return (f"{number:0{self._width}d}" for number in self._numbers)
 
 
-def _parse_ranges(piece: str, nodes: str) -> list[Sequence[str]]:
+def _parse_ranges(piece: str, nodes: str) -> Sequence[list[str] | _Range]:
     """Return the choices of one piece of a host list, `[3,5-7]` or plain text, not yet written out."""
     if not piece.startswith("["):
         return [[piece]]
-    ranges = list[Sequence[str]]()
+    ranges = list[list[str] | _Range]()
     for item in piece[1:-1].split(","):
         match = _RANGE.fullmatch(item.strip())
         if not match or int(match[2] or match[1]) < int(match[1]):

@@ -17,7 +17,7 @@ from typing import Any
 from jupyter_client.localinterfaces import local_ips
 
 from mpi4dl_nb.engines.comm.start import MPI_HOME, USER_HOME, add_variables, enter_folder
-from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError, RankError
 from mpi4dl_nb.launch.host_agent import find_network, find_own_address
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import HostRanks, Hosts
@@ -185,7 +185,7 @@ class MultiHost:
         These are the engines' connection file, the variables of the host's ranks, and the mark of its folder.
         """
         keys = Path(file).read_text(encoding="utf-8")
-        self._agents.send_files(
+        self._get_agents().send_files(
             {
                 share.name: {
                     f"security/{Path(file).name}": keys,
@@ -197,9 +197,14 @@ class MultiHost:
             (self.address, port),
         )
 
+    def _get_agents(self) -> HostAgents:
+        if self._agents is None:
+            raise RankError("The hosts are not connected yet: call prepare() first.")
+        return self._agents
+
     def _make_variables(self, share: HostRanks, cluster_id: str) -> dict[str, str | None]:
         """Return the variables of the ranks on a host. None unsets a variable."""
-        home, memory = self._agents.get_folders(share.name)
+        home, memory = self._get_agents().get_folders(share.name)
         facts, count = self._facts[share.name], len(share.ranks)
         return {
             **select_environment(os.environ),
@@ -226,7 +231,7 @@ class MultiHost:
         known = {facts["network"] for facts in self._facts.values()} | {find_network(self.address)}
         known -= {"127.0.0.0/8"}
         if known and None not in known:
-            networks = ",".join(sorted(known))
+            networks = ",".join(sorted(filter(None, known)))
             if not any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):
                 flags += ["--mca", "btl_tcp_if_include", networks]
             if not any(name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in os.environ):
@@ -237,7 +242,7 @@ class MultiHost:
         #
         #     mpiexec ... -n 2 -H node1:2 start.py --with-file .../variables.json python ... : -n 1 -H node2:1 ...
         for number, share in enumerate(self.shares):
-            count, (home, _) = len(share.ranks), self._agents.get_folders(share.name)
+            count, (home, _) = len(share.ranks), self._get_agents().get_folders(share.name)
             flags += [":"] * (number > 0)
             flags += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
             flags += add_variables(str(Path(home, _VARIABLES)), program)

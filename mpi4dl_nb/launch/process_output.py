@@ -13,12 +13,17 @@ from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from mpi4dl_nb.engines.comm.output import OutputLine, RateLimiter
 from mpi4dl_nb.engines.server.rank_server import SPOKEN
+
+if TYPE_CHECKING:
+    from ipyparallel.cluster.launcher import LocalProcessLauncher as _Launcher
+else:
+    _Launcher = object  # whatever the mixin is mixed with
 
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16
@@ -67,7 +72,7 @@ class ProcessOutput:
         return self._kept.decode(errors="replace")
 
 
-class CaptureMixin:
+class CaptureMixin(_Launcher):
     """Mixin for ipyparallel launchers that captures the process's output in `written` instead of a file."""
 
     def __init__(self, *args: Any, on_line: Callable[[bytes], object] = bool, **kwargs: Any) -> None:

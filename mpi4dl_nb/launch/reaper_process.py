@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock, Thread
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import psutil
 
@@ -69,7 +69,8 @@ def end_cluster(name: str, others: Iterable[psutil.Process] = ()) -> None:
     # The first search is for descendants that have changed their environment, such as programs started by a rank, and
     # must come before anything has ended: orphans have no parent to be found by.
     for within_s, force in ((_ORDERLY_S, False), (_FORCED_S, True)):
-        deadline, asked = time.monotonic() + within_s, set()
+        deadline = time.monotonic() + within_s
+        asked: set[psutil.Process] = set()
         # Search again in every round: a process may start children while it is being ended.
         while (left := {*filter(is_running, family)} | {*_find_marked(name)}) and time.monotonic() < deadline:
             for process in left - asked:
@@ -116,7 +117,8 @@ def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
     #     released                 end of input: the notebook has closed the pipe
     #     getppid() != notebook    the notebook has died; its forks may still hold the pipe open
     #     not is_running           the controller or mpiexec has ended, without which the ranks are of no use
-    watched, released = [], False
+    watched: list[psutil.Process] = []
+    released = False
     with contextlib.suppress(psutil.NoSuchProcess):
         while not released and os.getppid() == notebook and all(map(is_running, watched)):
             pids = _read_pids(_LOOK_S)
@@ -191,6 +193,13 @@ _CHECK_S = 1.0
 # The end of the pipe is the only message that arrives even if the notebook is killed: the kernel closes it.
 
 
+def get_pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    """Return a pipe of a process that was started with `subprocess.PIPE`."""
+    if pipe is None:
+        raise ValueError("The process was started without this pipe.")
+    return pipe
+
+
 class Reaper:
     """Holds the processes of a cluster, and the paths that are removed after them.
 
@@ -210,13 +219,14 @@ class Reaper:
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         # In a session of its own, so that it is not interrupted together with the notebook.
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self._input, self._output = get_pipe(self._process.stdin), get_pipe(self._process.stdout)
+        os.set_blocking(self._output.fileno(), False)
         self._send_pids(self._watched)
 
     def _send_pids(self, pids: Sequence[int]) -> None:
         with contextlib.suppress(BrokenPipeError):  # killed: its replacement gets all pids
-            self._process.stdin.write(b"".join(b"%d\n" % pid for pid in pids))
-            self._process.stdin.flush()
+            self._input.write(b"".join(b"%d\n" % pid for pid in pids))
+            self._input.flush()
 
     def _supervise(self) -> None:
         """Wait for the reaper process to end, and replace it if a signal ended it."""
@@ -236,16 +246,16 @@ class Reaper:
     def _replace(self) -> None:
         self._close()
         self._read_ended()
-        self._process.stdout.close()
+        self._output.close()
         self._start()
 
     def _read_ended(self) -> None:
-        if not self._process.stdout.closed:
-            self._ended += self._process.stdout.read() or b""
+        if not self._output.closed:
+            self._ended += self._output.read() or b""
 
     def _close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._input.close()
 
     def _wait(self, within_s: float) -> int:
         """Wait for the reaper process, which is continued if it is stopped meanwhile, and return its exit code."""
@@ -284,7 +294,7 @@ class Reaper:
             self._replace()
             self._close()
         self._read_ended()
-        self._process.stdout.close()
+        self._output.close()
 
 
 if __name__ == "__main__":
