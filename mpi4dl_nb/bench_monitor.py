@@ -23,7 +23,8 @@ from mpi4dl_nb.engines.comm.device import count_cores
 from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.train.history import History
-from mpi4dl_nb.engines.train.training_events import EpochResult, SkippedImage, StepResult
+from mpi4dl_nb.engines.train.training_events import StepResult, TrainingEvent
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
 
 class StepTimer:
@@ -35,12 +36,12 @@ class StepTimer:
         self.telling_s = self.drawing_s = 0.0
         self.stops = False
 
-    def begin(self, training: Training, total: int | None) -> None:
+    def begin(self, training: TrainingHandle, total: int | None) -> None:
         """Forward the call to the monitor."""
         if self.monitor:
             self.monitor.begin(training, total)
 
-    def handle_event(self, event: SkippedImage | StepResult | EpochResult) -> None:
+    def handle_event(self, event: TrainingEvent) -> None:
         """Forward the event to the monitor, and record the end of a step."""
         start_s = time.perf_counter()
         if self.monitor:

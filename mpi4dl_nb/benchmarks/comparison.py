@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.typing import LineStyleType
 from torch import Tensor, nn
 
-from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, Style, draw_legend, draw_stacks
 from mpi4dl_nb.draw.timeline import LOOKS
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
@@ -99,12 +100,12 @@ class ModeStyle:
     """The line and bar style of one mode, and the definition of its staleness."""
 
     colour: str
-    line: str
+    line: LineStyleType
     hatch: str
     late: str
 
     @property
-    def patch(self) -> dict[str, str]:
+    def patch(self) -> Style:
         """The keywords of a bar: filled, or hatched on white."""
         face = "white" if self.hatch else self.colour
         return {"facecolor": face, "edgecolor": self.colour, "hatch": self.hatch}
@@ -155,11 +156,11 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     title = "; ".join([copies, *slow])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     looks = [MODES[study.mode] for study in shown]
-    handles = [
+    handles: list[Any] = [  # pairs, which the types of Matplotlib lack
         (Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2), Patch(**look.patch)) for look in looks
     ]
     names = [f"{_format_name(study)} (staleness: {MODES[study.mode].late})" for study in shown]
-    style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
+    style: Style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
     figure.legend(handles, names, handler_map={tuple: HandlerTuple(ndivide=None)}, **style)
     figure.alt = f"{title}."
     for study in shown:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from threading import Lock, RLock
+from typing import overload
 
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.compiler.compile import Compiler
@@ -97,6 +98,10 @@ class PlanCache:
             return self.has_compiled(plan) and self.get_compiled(plan).is_counted(machine)
         return False
 
+    @overload
+    def get_compiled(self, plan: Plan) -> CompiledPlan: ...
+    @overload
+    def get_compiled(self, plan: Plan, is_asked: Callable[[], bool]) -> CompiledPlan | None: ...
     def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = lambda: True) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
         if known := self._find(plan):  # without waiting for a thread that is at work
@@ -130,6 +135,12 @@ class PlanCache:
             loads.append(count_load(programs[-1], graph))
         return CompiledPlan(plan, graph, tuple(programs), tuple(loads))
 
+    @overload
+    def predict_costs(self, plan: Plan, machine: Machine | None = None) -> CompiledPlan: ...
+    @overload
+    def predict_costs(
+        self, plan: Plan, machine: Machine | None, is_asked: Callable[[], bool]
+    ) -> CompiledPlan | None: ...
     def predict_costs(
         self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = lambda: True
     ) -> CompiledPlan | None:

@@ -99,15 +99,15 @@ def _to_tensor(name: str, given: Any) -> Tensor:
 Batch = tuple[Any, Any]
 
 
-def check_batches(data: object, name: str = "data") -> None:
-    """Raise PlanError if `data` is no batches: a tensor, or what cannot be iterated over, such as a function."""
+def check_batches(data: Any, name: str = "data") -> Iterable[Batch]:
+    """Return `data`. Raises PlanError if it is no batches: a tensor, or cannot be iterated over, such as a function."""
     if isinstance(data, Tensor | Mapping):
         raise PlanError(
             f"{name} is a {type(data).__name__}, but must be batches: pairs (images, labels) in a list or a "
             "DataLoader, such as fit([(images, labels)])."
         )
     if hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
-        return
+        return data
     kind = f"{name} is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
     if callable(data):
         called = f"{getattr(data, '__name__', 'it')}()"
@@ -144,7 +144,7 @@ def get_length(data: Any) -> int | None:
         return None
 
 
-def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
+def find_batch_sizes(data: Iterable[Batch] | CachedBatches, full: int) -> Sequence[int] | None:
     """Return the numbers of images in the batches of an epoch; None if they are known only once drawn.
 
     Known are the sizes of a list, and those of a DataLoader of batch size `full`, the number of images in a step.

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
 from os import PathLike
+from pathlib import Path
 from typing import Protocol
 
 from tqdm.auto import tqdm
 
+from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.engines.errors import PlanError, RankError, make_absolute
 from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.train.checkpoint_files import check_writable
@@ -23,7 +24,7 @@ from mpi4dl_nb.engines.train.checkpoint_save import CheckpointManager
 from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.interrupts import SIGNALS, Interrupts, StoppedError
 from mpi4dl_nb.engines.train.train_loop import run
-from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, Recovered, StepResult, TrainingEvent
+from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, StepResult, TrainingEvent
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training_handle import TrainingHandle
@@ -68,7 +69,7 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         for name, count, of in (("save_every", self.every, "steps, or None"), ("keep", self.keep, "checkpoints")):
-            if not (count is None and name == "save_every") and not (isinstance(count, Integral) and count >= 1):
+            if not (count is None and name == "save_every") and not (is_integer(count) and count >= 1):
                 raise PlanError(f"{name}={count!r} must be a whole number of {of}, 1 or more.")
 
 
@@ -136,14 +137,14 @@ class _FitRun:
         #     step      1   2   3   4 (dies)
         #     saved   0       2
         #     again             3   4   5 ...
-        if self.healing:
+        if self.healing and self.keeper:
             self.healing.record_checkpoint(self._mark, self.keeper.save_now())
-        mark = self._mark
-        while not self._run_from(mark):
-            mark = self.healing.mark
+        mark: FitPosition | None = self._mark
+        while mark is not None:
+            mark = self._run_from(mark)
 
-    def _run_from(self, mark: FitPosition) -> bool:
-        """Run from a position. Return True at the end of the training, False if a failure was recovered from."""
+    def _run_from(self, mark: FitPosition) -> FitPosition | None:
+        """Run from a position. Return None at the end of the training, after a recovered failure where to go on."""
         try:
             for event in self._iterate_events(mark):
                 self._handle_event(event)
@@ -152,14 +153,18 @@ class _FitRun:
                     break
             if self.keeper:
                 self.keeper.save_at_end()
-            return True
+            return None
         except RankError as error:
             # A batch system that ends the job often kills the ranks, too: their death is no failure to recover from.
             self._check_stopped(error)
             if self.healing is None or self.asked():
                 raise
-            self._handle_event(self.healing.heal(error, self.loop, self._mark))
-            return False
+            recovered, mark = self.healing.heal(error, self.loop, self._mark), self.healing.mark
+            # The steps after the checkpoint will be repeated: drop their records, or they would appear twice.
+            del self.losses[mark.steps :], self.ended[mark.epochs :]
+            self.begun[:] = mark.begun
+            self._handle_event(recovered)
+            return mark
         except KeyboardInterrupt:
             if not self.asked():
                 raise
@@ -168,25 +173,27 @@ class _FitRun:
         except RankError as error:
             self._check_stopped(error)
             raise
-        return True
+        return None
 
     def _check_stopped(self, error: RankError) -> None:
         """Raise StoppedError, with the last checkpoint, if the end of the training was requested before this error."""
-        if self.asked() and self.keeper and self.keeper.path:
-            raise StoppedError(f"{error} {self._last}", self.asked()) from error
+        if self.asked() and self._last:
+            raise StoppedError(f"{error} {_describe_last(self._last)}", self.asked()) from error
 
     def _stop(self) -> None:
         """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
         # An abandoned step may have ended in the middle of the update, on some ranks: such weights must not be saved.
         if self.keeper and self.loop.training.is_whole():
             self.keeper.save_after_step()
-        if self.keeper and self.keeper.path:
-            raise StoppedError(f"Stopped while ranks changed their weights. {self._last}", self.asked())
+        if self._last:
+            text = f"Stopped while ranks changed their weights. {_describe_last(self._last)}"
+            raise StoppedError(text, self.asked())
         raise KeyboardInterrupt
 
     @property
-    def _last(self) -> str:
-        return f"The last checkpoint is {self.keeper.path}: go on from there."
+    def _last(self) -> Path | None:
+        """The last checkpoint."""
+        return self.keeper.path if self.keeper else None
 
     def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
         """Iterate over the remaining events. An overdue interrupt abandons calls to the ranks, but no checkpoint."""
@@ -213,11 +220,6 @@ class _FitRun:
                 self.logged = max(self.logged, event.epoch)
                 self.ended.append(event)
                 self.begun.clear()
-            case Recovered():
-                mark = self.healing.mark
-                # The steps after the checkpoint will be repeated: drop their records, or they would appear twice.
-                del self.losses[mark.steps :], self.ended[mark.epochs :]
-                self.begun[:] = mark.begun
         for watcher in self.watchers:
             watcher.handle_event(event)
         self.stopped = any(watcher.stops for watcher in self.watchers)
@@ -231,7 +233,7 @@ class _FitRun:
             keeper.save_after_epoch()
         if self.asked():
             self._stop()
-        if self.healing and keeper.saved_step == self.loop.training.steps:
+        if self.healing and keeper and keeper.path and keeper.saved_step == self.loop.training.steps:
             self.healing.record_checkpoint(self._mark, keeper.path)
 
     @property
@@ -274,5 +276,8 @@ class _FitRun:
         """The history up to now."""
         # Steps that were done again after a failure count twice, as their time does.
         rate = self.images / (time.perf_counter() - self.start_s)
-        saved = self.keeper and self.keeper.path
-        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.loop.bad), self.stopped, saved)
+        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.loop.bad), self.stopped, self._last)
+
+
+def _describe_last(path: Path) -> str:
+    return f"The last checkpoint is {path}: go on from there."

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from mpi4dl_nb.engines.errors import ImageError, RankError
 from mpi4dl_nb.engines.images.dataset import LabelledImages, check_classes
@@ -23,7 +23,7 @@ from mpi4dl_nb.training.training_handle import TrainingHandle
 Evaluate = Callable[[], Scores | None]
 
 
-def is_images(data: object) -> bool:
+def is_images(data: object) -> TypeGuard[LabelledImages]:
     """Return whether ranks can read `data` by themselves, image by image."""
     return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
 
@@ -166,7 +166,8 @@ class ImageLoop:
         self._begin(place, anew=False)
 
     def _begin(self, place: Mapping[str, Any] | None, anew: bool) -> None:
-        training, self._known = self.training, tuple(self.bad)
+        training = self.training
+        self._known: tuple[str, ...] = tuple(self.bad)
         specs = training.recipe.step_specs
         if self.left_over:
             training.make_ready(self.left_over)

@@ -22,7 +22,7 @@ from mpi4dl_nb.engines.graph.output_meaning import choose_kind, choose_meaning
 from mpi4dl_nb.engines.images.dataset import LabelledImages, cast_numbers, check_classes, make_tensor
 from mpi4dl_nb.engines.images.picture import Source, open_image
 from mpi4dl_nb.engines.inference.class_map import name_classes
-from mpi4dl_nb.engines.inference.evaluation import HeldOutSet, PredictedBatch, is_exact, warn_of_mixing
+from mpi4dl_nb.engines.inference.evaluation import HeldOutSet, PredictedBatch, State, is_exact, warn_of_mixing
 from mpi4dl_nb.engines.inference.pyramid_sink import make_pyramid
 from mpi4dl_nb.engines.inference.rank_predictor import (
     join_predictions,
@@ -30,7 +30,7 @@ from mpi4dl_nb.engines.inference.rank_predictor import (
     prepare_prediction,
     prepare_region,
 )
-from mpi4dl_nb.engines.inference.tile_stitcher import KINDS, ArraySink, get_output_channels, get_output_dtype
+from mpi4dl_nb.engines.inference.tile_stitcher import KINDS, ArraySink, MakeSink, get_output_channels, get_output_dtype
 from mpi4dl_nb.engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.training import cut_inputs
@@ -62,7 +62,7 @@ class Evaluator:
         begin = rank_functions.begin_evaluation, training.name, training.steps, self.name
         training.cluster.call(*begin, self.held_out.forward, labels, self._images)
 
-    def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
+    def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
 
         def predict(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
@@ -165,7 +165,8 @@ def predict_picture(
     with use_default_type_of(training.recipe.graph):
         recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
     request = PredictionRequest(asked, kind, meaning, memory_mb * 10**6, needs_pixels=to is not None)
-    spec, sink = recipe.graph.specs[recipe.graph.prediction], ArraySink
+    spec = recipe.graph.specs[recipe.graph.prediction]
+    sink: MakeSink = ArraySink
     names = name_classes(kind, meaning, spec.shape[1] if len(spec.shape) > 1 else 1, class_names)
     if to is not None:
         sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:], names)

@@ -24,7 +24,19 @@ class ProgressRecorder:
 
     def __init__(self, plan: Plan, one_process: bool = False, total: int | None = None) -> None:
         # The lists grow in place; snapshots have tuples instead.
-        self.current = Progress(plan, total=total, losses=[], speeds=[], epochs=[], ends=[], one_process=one_process)
+        self._losses: list[float] = []
+        self._speeds: list[float] = []
+        self._epochs: list[EpochResult] = []
+        self._ends: list[int] = []
+        self.current = Progress(
+            plan,
+            total=total,
+            losses=self._losses,
+            speeds=self._speeds,
+            epochs=self._epochs,
+            ends=self._ends,
+            one_process=one_process,
+        )
         self._lock = Lock()
         self._start_s = self._now_s = time.perf_counter()
         self._first_s = 0.0  # end of the first step
@@ -42,18 +54,18 @@ class ProgressRecorder:
             match event:
                 case StepResult():
                     self._first_s = self._first_s or now_s
-                    now.losses.append(event.loss)
-                    now.speeds.append(event.images / (now_s - before_s))
+                    self._losses.append(event.loss)
+                    self._speeds.append(event.images / (now_s - before_s))
                     self.current = replace(now, last=event, reports=reports)
                 case EpochResult():
-                    now.epochs.append(event)
-                    now.ends.append(len(now.losses))
+                    self._epochs.append(event)
+                    self._ends.append(len(self._losses))
                 case SkippedImage():
                     self.current = replace(now, left_out=now.left_out + 1)
                 case Recovered(steps=steps, epochs=epochs):  # what follows the checkpoint will come again
-                    del now.losses[steps:], now.speeds[steps:], now.epochs[epochs:], now.ends[epochs:]
+                    del self._losses[steps:], self._speeds[steps:], self._epochs[epochs:], self._ends[epochs:]
                     # The reports may be of another plan, with more ranks than the training has now.
-                    last = now.last if now.losses else None
+                    last = now.last if self._losses else None
                     self.current = replace(now, plan=plan or now.plan, reports=(), last=last)
 
     def get_progress(self, state: str, running: bool) -> Progress:

@@ -84,9 +84,9 @@ class FailureRecovery:
                 loop.is_over = self.mark.is_over
                 self.renew()
                 break
-            except RankError as again:
+            except RankError as failure:
                 if tried + 1 == _TRIES:
-                    raise again from error
+                    raise failure from error
         lost = now.steps - self.mark.steps
         again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
         why = str(error).removesuffix(HELP).rstrip()

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 
+from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.shards import ShardIndex
 from mpi4dl_nb.engines.compiler.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
@@ -89,7 +89,8 @@ class StepDebugger(FactTable):
                 f"load() has given the training another plan, {self.training.plan.summary}. This step is of the old "
                 "one. Make a new one: training.stepping(images, labels)."
             )
-        self.number, self.loss = uuid.uuid4().hex, None
+        self.number = uuid.uuid4().hex
+        self.loss: float | None = None
         parts = [(inputs,) for inputs in self._inputs]
         begin = rank_functions.begin_debug_step, self.training.name, self.training.steps, self.images, self.number
         with self.training.explain_failure():
@@ -215,7 +216,7 @@ class StepDebugger(FactTable):
 
     def finish(self) -> float:
         """Execute the rest of the step at full speed and return its loss, as `training.step` does."""
-        if not self.done:
+        while self.loss is None:
             self._check_open()
             self._advance(self.order.ends)
         return self.loss
@@ -272,7 +273,7 @@ class StepDebugger(FactTable):
         larger values are averaged down. Raises PlanError, before any rank is asked, for numbers that are too small.
         """
         for name, asked, low in (("channel", channel, 0), ("image", image, 0), ("bound_px", bound_px, 1)):
-            if not isinstance(asked, Integral) or asked < low:
+            if not is_integer(asked) or asked < low:
                 raise PlanError(f"{name}={asked!r} must be a whole number of {low} or more.")
         return self._inspector.make_view(self.event, show, channel, image, bound_px)
 
@@ -342,9 +343,11 @@ class StepDebugger(FactTable):
                 standing.process_bytes,
             )
             ranks.append(event)
-        moved = (rank_event for rank_event in ranks if rank_event.moved and rank_event.did is not None)
         just_moved = tuple(
-            transfer for rank_event in moved for transfer in find_transfers(rank_event.rank, rank_event.did)
+            transfer
+            for rank_event in ranks
+            if rank_event.moved and rank_event.did is not None
+            for transfer in find_transfers(rank_event.rank, rank_event.did)
         )
         loss = statistics.fmean(losses.values()) if losses else None
         ran = tuple(stop - start for start, stop in zip(before, now, strict=True))

@@ -9,7 +9,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
@@ -201,9 +201,9 @@ class Training(TrainingHandle):
         failure without a further completed step. Raises ImageError, on all ranks, if an image cannot be read,
         LossError, RankError or PlanError.
         """
-        if not is_images(data):
-            check_batches(data)
-        if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
+        images = data if is_images(data) else None
+        batches = check_batches(data) if images is None else ()
+        if isinstance(epochs, bool) or not is_integer(epochs) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
         if on_failure not in FAILURE_POLICIES:
             raise PlanError(describe_unknown(f"on_failure={on_failure!r} is unknown", on_failure, FAILURE_POLICIES))
@@ -219,21 +219,21 @@ class Training(TrainingHandle):
         self.check_unchanged()
         feeding = LoaderOptions(seed or 0, steps, workers, on_bad_image, drop_last)
         saving = CheckpointOptions(save, save_every, keep)
-        state = choose_resume_state(self.feed_state, data, seed) if go_on and is_images(data) else None
+        state = None if images is None or not go_on else choose_resume_state(self.feed_state, images, seed)
         monitor = monitor or self.monitor
         check_callback(monitor)
         watchers: list[FitCallback] = [ProgressBar(progress and monitor is None), *([monitor] if monitor else [])]
         with nullcontext() if held_out is None else closing(Evaluator(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
-                return judge and judge.compute_scores(self._get_tensors)
+                return judge.compute_scores(self._get_tensors) if judge else None
 
             renew = judge.begin if judge else lambda: None
             healing = None if on_failure == "raise" else FailureRecovery(self, on_failure == "shrink", renew)
-            if not is_images(data):
-                data = make_repeatable(data, epochs, steps, on_failure)
-                return fit(BatchLoop(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
-            return fit(ImageLoop(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
+            if images is not None:
+                return fit(ImageLoop(self, images, feeding, state, evaluate), epochs, log, saving, watchers, healing)
+            kept = make_repeatable(batches, epochs, steps, on_failure)
+            return fit(BatchLoop(self, kept, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
 
     @torch.inference_mode(False)  # the one process computes here, wherever a cell has switched gradients off
     @torch.enable_grad()
@@ -370,8 +370,8 @@ class Training(TrainingHandle):
                     "or give a picture: a path, or an (H, W, 3) array of bytes."
                 )
             return predict_batch(self, source)
-        asked = region, level, kind, memory_mb, progress, activation, class_names
-        self.predicted = done = predict_picture(self, source, to, *asked)
+        settings = region, level, kind, memory_mb, progress, activation, class_names
+        self.predicted = done = predict_picture(self, source, to, *settings)
         return done.answer
 
     def forecast(self) -> Forecast:
