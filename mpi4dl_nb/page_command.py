@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ def _open_stepper(chosen: argparse.Namespace, model: nn.Module, plan: Plan) -> I
             stepper.close()
 
 
-_WIDGETS: dict[str, Callable[[argparse.Namespace, nn.Module, Plan], object]] = {
+_WIDGETS: dict[str, Callable[[argparse.Namespace, nn.Module, Plan], AbstractContextManager[StillFigure]]] = {
     "slicer": _open_slicer,
     "stepper": _open_stepper,
     "timeline": _open_timeline,

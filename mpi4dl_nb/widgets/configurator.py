@@ -88,7 +88,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
     ) -> None:
         self.cluster = cluster
         known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
-        self.machines: Mapping[str, Machine | None] = {OWN: None} | known
+        self.machines: Mapping[str, Machine | None] = {OWN: None, **known}
         traces = TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device)
         self._first = PlanCache(traces, optimiser)
         self.planning, plan = self._first, plan or Plan()
@@ -292,25 +292,26 @@ class Configurator(StillFigure, ipywidgets.VBox):
         compiled, machine = planning.get_compiled(plan), self._resolve_machine()
         is_counted = compiled.is_counted(machine)
         self.planning, self._shown, self._foreseen = planning, shown, ""
-        self._found = compiled if is_counted else compiled.untimed
+        self._found = found = compiled if is_counted else compiled.untimed
         self._gauges = {"plan": shown[0], "now": self._gauges["now"], "before": self._gauges["now"]}
         self.view.show_shape(*shown)
-        self._show_costs(machine, "", is_counted)
+        self._show_costs(shown[0], found, machine, "", is_counted)
         if is_counted:
             self._counting.submit(self._save_counted)
         else:
-            self._counting.submit(lambda is_asked: self._count(planning, plan, machine, is_asked))
+            self._counting.submit(lambda is_asked: self._count(planning, plan, shown[0], machine, is_asked))
 
     def _save_counted(self, is_asked: IsAsked) -> None:
         if self._counting.pause(COUNT_AFTER_S, is_asked):
             self.update_snapshot()
 
-    def _count(self, planning: PlanCache, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
+    def _count(self, planning: PlanCache, plan: Plan, number: int, machine: Machine | None, is_asked: IsAsked) -> None:
         """Show the memory and the time of each rank, or the reason why they cannot be counted."""
         if not self._counting.pause(COUNT_AFTER_S, is_asked):
             return
         for wanted in (None, machine)[machine is None :]:  # first the memory, then the time too
             why = ""
+            compiled: CompiledPlan | None
             try:
                 with pause_gc():
                     compiled = planning.predict_costs(plan, wanted, is_asked)
@@ -320,17 +321,19 @@ class Configurator(StillFigure, ipywidgets.VBox):
                 if compiled is None or not is_asked():
                     return
                 self._found = compiled
-                self._show_costs(machine, why, bool(why) or wanted is machine)
+                self._show_costs(number, compiled, machine, why, bool(why) or wanted is machine)
             if why:
                 break
         self.update_snapshot()
 
-    def _show_costs(self, machine: Machine | None, why: str, is_complete: bool) -> None:
+    def _show_costs(
+        self, number: int, compiled: CompiledPlan, machine: Machine | None, why: str, is_complete: bool
+    ) -> None:
         """Show the loads of the current plan's ranks, and its gauges once they are complete."""
-        compiled, (number, *_) = self._found, self._shown
         self.view.show_loads(number, *describe_load_groups(compiled.loads, machine))
         if is_complete:
-            self._foreseen = why or (describe_forecast(compiled.forecast, machine) if compiled.forecast else NO_MACHINE)
+            known = describe_forecast(compiled.forecast, machine) if compiled.forecast and machine else NO_MACHINE
+            self._foreseen = why or known
             gauges = measure_gauges(compiled.loads, machine, compiled.forecast, why or NO_MACHINE)
             self._gauges = self._gauges | {"plan": number, "now": list(gauges)}
             self.view.gauges = self._gauges

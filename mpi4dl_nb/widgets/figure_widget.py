@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import traitlets
@@ -160,7 +160,13 @@ _HIDE_LINE = (
 )
 
 
-class StillFigure:
+if TYPE_CHECKING:
+    from ipywidgets import DOMWidget as _Widget
+else:
+    _Widget = object  # whatever the mixin is mixed with
+
+
+class StillFigure(_Widget):
     """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot.
 
     The snapshot is the figure, and over it the widget's page of `save_page` in a frame, if `frame_px` is not 0, the
@@ -249,7 +255,7 @@ class StillFigure:
         else:  # displayed once more: an update changes all places of the same identity
             self._still.display(HTML(self._snapshot_html))
 
-    def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **keywords: Any) -> Any:  # of a widget it is a dict, of an anywidget a tuple
         return self._make_live_bundle() | ({"text/html": html} if (html := self._saved_html) else {})
 
     def _make_live_bundle(self) -> dict[str, Any]:
@@ -266,6 +272,8 @@ def _find_parts(widget: object) -> list[ipywidgets.Widget]:
 
 class PageWidget(StillFigure, ipywidgets.VBox):
     """Controls, a line for errors, and a view below them, which the page draws."""
+
+    children: tuple[ipywidgets.Widget, ...]
 
     def __init__(self, controls: Sequence[ipywidgets.Widget], view: ipywidgets.DOMWidget) -> None:
         self.view, self.trouble = view, ErrorAlert()

@@ -18,6 +18,7 @@ from mpi4dl_nb.engines.train.history import History, Progress
 from mpi4dl_nb.engines.train.training_events import TrainingEvent
 from mpi4dl_nb.training.progress import ProgressRecorder, RefreshRate
 from mpi4dl_nb.training.training import Training
+from mpi4dl_nb.training.training_handle import TrainingHandle
 from mpi4dl_nb.widgets.figure_widget import FigureView, PageWidget
 
 # A button whose clicks are handled while a cell runs, if the page and the kernel support it.
@@ -42,7 +43,7 @@ class LiveButton(ipywidgets.Button):
     def _clear_reply_subshell(self) -> None:
         # ipykernel 7.4 records the subshell that last sent a message of a widget, here that of the cells, and routes
         # replies to it. Without the record, a click is handled in the subshell to which the page sends it.
-        vars(self.comm or self).pop("_reply_subshell_id", None)
+        (self.comm or self).__dict__.pop("_reply_subshell_id", None)
 
 
 LOOK_S = 0.2
@@ -79,11 +80,11 @@ class Monitor(PageWidget):
         self.stop.on_click(lambda _: self._stop())
         self.stops = False
         self._over, self._drawer = threading.Event(), Thread()
-        self._training: Training | None = None
+        self._training: TrainingHandle | None = None
         self._gathered: ProgressRecorder | None = None
         self._state, self._running, self._on_page = "not begun", False, False
         super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers], FigureView())
-        self.children = [*self.children, folded]
+        self.children = (*self.children, folded)
         self.stop.disabled = True
         if training is not None:
             training.monitor = self
@@ -98,7 +99,7 @@ class Monitor(PageWidget):
     @property
     def progress(self) -> Progress | None:
         """The progress of the current or last `fit`; None if there is no training yet."""
-        return self._gathered and self._gathered.get_progress(self._state, self._running)
+        return self._gathered.get_progress(self._state, self._running) if self._gathered else None
 
     @property
     def thread_id(self) -> int | None:
@@ -107,9 +108,9 @@ class Monitor(PageWidget):
 
     # ---- callbacks of `fit`, in the thread of `fit`
 
-    def begin(self, training: Training, total: int | None) -> None:
+    def begin(self, training: TrainingHandle, total: int | None) -> None:
         """Start drawing a `fit`, and display the monitor below this cell if it is not on a page yet."""
-        self._reset_history(training, total)
+        gathered = self._reset_history(training, total)
         self.stops, self._state, self._running = False, "running", True
         self.stop.description, self.stop.disabled = STOP, False
         self.trouble.show("")
@@ -118,12 +119,13 @@ class Monitor(PageWidget):
             display(self)
         self._over.clear()
         # A daemon: a cell that is killed must not leave an interpreter that waits for its drawings.
-        self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
+        self._drawer = Thread(target=self._draw_until_over, args=(gathered,), name="monitor", daemon=True)
         self._drawer.start()
 
     def handle_event(self, event: TrainingEvent) -> None:
         """Record an event. The drawing thread shows it later."""
-        self._gathered.add(event, self._training.reports, self._training.plan)
+        if self._gathered and self._training:
+            self._gathered.add(event, self._training.reports, self._training.plan)
 
     def end(self, outcome: History | BaseException) -> None:
         """Stop the drawing thread and show the final numbers and figure."""
@@ -137,7 +139,7 @@ class Monitor(PageWidget):
 
     def close(self) -> None:
         """Close the widget. Later fits of its training show the usual progress bar again."""
-        if self._training is not None and self._training.monitor is self:
+        if isinstance(self._training, Training) and self._training.monitor is self:
             self._training.monitor = None
         super().close()
 
@@ -149,31 +151,36 @@ class Monitor(PageWidget):
             self.stops, self._state = True, "stops after this step"
             self.stop.description, self.stop.disabled = STOPS, True
 
-    def _reset_history(self, training: Training, total: int | None) -> None:
-        self._training = training
-        self._gathered = ProgressRecorder(training.plan, training.cluster.is_one_process, total)
+    def _reset_history(self, training: TrainingHandle, total: int | None) -> ProgressRecorder:
+        gathered = ProgressRecorder(training.plan, training.cluster.is_one_process, total)
+        self._training, self._gathered = training, gathered
+        return gathered
 
     def _show(self) -> None:
         self._show_numbers()
-        self.view.show(show_progress(self.progress))
+        self._show_figure()
 
     def _show_numbers(self) -> None:
-        self.numbers.value = format_progress_html(self.progress)
-        self.tables.value = format_tables_html(self.progress)
+        if progress := self.progress:
+            self.numbers.value, self.tables.value = format_progress_html(progress), format_tables_html(progress)
 
-    def _draw_until_over(self) -> None:
+    def _show_figure(self) -> None:
+        if progress := self.progress:
+            self.view.show(show_progress(progress))
+
+    def _draw_until_over(self, gathered: ProgressRecorder) -> None:
         for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
         with self._show_failure("has stopped drawing, the training goes on"):
             while not self._over.wait(LOOK_S):
                 # Both rates measure what drawing costs and lengthen their own interval, see `RefreshRate`.
-                if self._gathered.current.last is None:
+                if gathered.current.last is None:
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:
                         self._show_numbers()
                 with for_figure.begin_refresh() as due:
                     if due:
-                        self.view.show(show_progress(self.progress))
+                        self._show_figure()
 
     @contextmanager
     def _show_failure(self, what: str) -> Iterator[None]:

@@ -43,11 +43,16 @@ class PageView(anywidget.AnyWidget):
     `{"refused": ...}`.
     """
 
-    rules = PageRules()
+    _rules = PageRules()
 
     def __init__(self, **traits: Any) -> None:
         super().__init__(**traits)
         self.on_msg(self._handle_event)
+
+    @property
+    def rules(self) -> PageRules:
+        """What the page may set and ask for now."""
+        return self._rules
 
     def save_view(self) -> SavedView:
         """Return what a page needs to show the view, as it is now, without a kernel."""

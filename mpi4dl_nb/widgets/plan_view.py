@@ -135,7 +135,7 @@ class PlanView(BoundedView):
 
     _esm = join_modules("plan/plan_view.js")
     _css = read_style("plan/plan.css")
-    options = traitlets.List().tag(sync=True)
+    options: traitlets.List[Any] = traitlets.List().tag(sync=True)
     values = traitlets.Dict().tag(sync=True)
     errors = traitlets.Dict().tag(sync=True)
     shape = traitlets.Dict().tag(sync=True)
@@ -152,7 +152,7 @@ class PlanView(BoundedView):
     ) -> None:
         super().__init__(options=describe_options(machines))
         self._on_set = on_set
-        self.rules = PageRules(
+        self._rules = PageRules(
             requests={
                 "start": Request(lambda asked: asked is True, lambda _: on_start()),
                 "set": Request(are_settings, self._set),

@@ -7,7 +7,7 @@ import gzip
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import zip_longest
+from itertools import chain, repeat
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,7 +52,9 @@ _FOOTER = "<footer>Made with mpi4dl_nb. The page is complete in itself: it asks 
 class Saveable(Protocol):
     """A widget that can be part of a saved page."""
 
-    figure: Any
+    @property
+    def figure(self) -> Drawing | None:
+        """The picture for readers whose browser runs no scripts."""
 
     def save_part(self, picture_bytes: int) -> SavedPart:
         """Return the part of the page. Raises PlanError if the widget is closed or not finished."""
@@ -113,7 +115,8 @@ def make_page(
     """Return an HTML document with the parts, each after its HTML in `stills`. `look` is the class of its body."""
     views = [view for part in parts for view in part.views]
     codes = list(dict.fromkeys(view.code for view in views))
-    sections = [_format_part(part, still, codes) for part, still in zip_longest(parts, stills, fillvalue="")]
+    pairs = zip(parts, chain(stills, repeat("")), strict=False)
+    sections = [_format_part(part, still, codes) for part, still in pairs]
     return _PAGE.format(
         policy=_POLICY,
         title=escape(title),

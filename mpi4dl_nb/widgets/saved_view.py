@@ -22,7 +22,7 @@ class SavedView:
 
     code: str
     style: str
-    values: Mapping[str, Any]
+    values: dict[str, Any]
     answers: Mapping[str, Mapping[str, Answer]] = field(default_factory=dict)
 
 

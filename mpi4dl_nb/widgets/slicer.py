@@ -165,6 +165,7 @@ class Slicer(PageWidget):
     """
 
     frame_px = 780
+    points: tuple[HaloPoint, ...] = ()
 
     def __init__(
         self,
@@ -196,7 +197,6 @@ class Slicer(PageWidget):
         self.note = ipywidgets.HTML()
         of_model = [self.fused_halos, self.together] if self._layers else []
         controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW)]
-        self.points: tuple[HaloPoint, ...] = ()
         self._drawn: tuple[Any, Drawing] | None = None
         self._compiled: dict[int | str | None, tuple[tuple[HaloPoint, ...], dict[str, Any], bytes]] = {}
         super().__init__(controls, self._make_view())

@@ -24,13 +24,14 @@ from mpi4dl_nb.draw.step_frame import (
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
 from mpi4dl_nb.engines.compiler.steps import StepCounts
 from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.train.step_events import StepView
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 from mpi4dl_nb.widgets.saved_frame import FRAME_RECORD_BYTES
-from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView, make_key
+from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView, make_key
 
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
@@ -67,7 +68,7 @@ class StepScene(BoundedView):
     values = traitlets.Bytes(b"").tag(sync=True)
     focus = traitlets.Int(0).tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
-    runs = traitlets.List().tag(sync=True)
+    runs: traitlets.List[Any] = traitlets.List().tag(sync=True)
     accepts = traitlets.List(traitlets.Unicode()).tag(sync=True)
     trouble = traitlets.Unicode("").tag(sync=True)
 
@@ -85,7 +86,7 @@ class StepScene(BoundedView):
         setup = setup | {"saved": is_saved}
         super().__init__(setup=setup, palettes=make_palettes(), runs=list(runs), accepts=keys, max_height=max_height)
         self.list_frames: Callable[[], Sequence[StepFrame]] = tuple
-        self.rules = PageRules(
+        self._rules = PageRules(
             requests={
                 "key": Request(lambda key: key in self.accepts, on_key),
                 "focus": Request(lambda index: type(index) is int, on_focus),
@@ -120,7 +121,8 @@ class StepScene(BoundedView):
         first = {"meta": frames[0].meta, "values": frames[0].values, "alt": frames[0].meta["title"], "focus": 0}
         history = {"history": [frame.meta for frame in frames]}, [frame.values for frame in frames]
         saved = self.save_view()
-        answers = {"history": {make_key(True): history}, "rest": {make_key(True): ({}, ())}}
+        asked = make_key(True)
+        answers: dict[str, dict[str, Answer]] = {"history": {asked: history}, "rest": {asked: ({}, ())}}
         return replace(saved, values=saved.values | first | {"accepts": [], "runs": [], "trouble": ""}, answers=answers)
 
     def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
@@ -156,7 +158,7 @@ class Stepper(PageWidget):
     """
 
     frame_px = 960
-    stepping: StepDebugger | None = None  # until the batch is accepted
+    stepping: StepDebugger
 
     def __init__(
         self,
@@ -170,7 +172,10 @@ class Stepper(PageWidget):
         self.save_picture = save_picture
         self.stepping = training.stepping(images, labels)
         self.record = StepRecord()
-        self._quiet, self._shown, self._figure, self._kept = False, None, None, None
+        self._quiet = False
+        self._shown: StepView | None = None
+        self._figure: Drawing | None = None
+        self._kept: Drawing | None = None
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
         shown = "Activation, gradient, or what the last instruction made"
         self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on", "15em")
@@ -330,7 +335,7 @@ class Stepper(PageWidget):
         if self._still is not None:
             self.update_snapshot(kept=True)
             self._still = None
-        if self.stepping is not None:
+        if hasattr(self, "stepping"):  # the batch was accepted
             self.stepping.close()
         super().close()
 

@@ -62,7 +62,7 @@ class TimelineView(StillFigure, BoundedView):
     ) -> None:
         super().__init__(max_height=max_height)
         self._serials = count(1)
-        self.rules = PageRules(
+        self._rules = PageRules(
             settable={
                 "selected": lambda event, _: -1 <= event < len(self.timeline.events),
                 "rank": lambda rank, _: rank == -1 or rank in self.timeline.ranks,
@@ -80,7 +80,8 @@ class TimelineView(StillFigure, BoundedView):
         """Show another step in place of the current one; the arguments are those of the constructor."""
         plan = plan or getattr(timeline, "plan", None)
         rows = make_timeline_rows(timeline, plan, predicted, timeline.layers if layers is None else layers)
-        self.timeline, self.plan, self.predicted, self._figure = timeline, plan, predicted, None
+        self.timeline, self.plan, self.predicted = timeline, plan, predicted
+        self._figure: Drawing | None = None
         with self.hold_sync():  # one message, so that no numbers meet the words of another step
             self.selected, self.rank = -1, -1
             self.words, self.times, self.codes = rows.words, rows.times, rows.codes

@@ -48,7 +48,7 @@ class ChoiceTable(PageView):
 
     def __init__(self, on_choose: Callable[[str], None], knows: Callable[[str], bool], **traits: str) -> None:
         super().__init__(**traits)
-        self.rules = PageRules(
+        self._rules = PageRules(
             settable={"chosen": lambda value, _: knows(value)}, requests={"choose": Request(knows, on_choose)}
         )
 
@@ -71,7 +71,7 @@ class TuningView(BoundedView):
         self, on_choose: Callable[[str], None], on_measure: Callable[[str], None], knows: Callable[[str], bool]
     ) -> None:
         super().__init__()
-        self.rules = PageRules(
+        self._rules = PageRules(
             settable={"chosen": lambda plan, _: knows(plan)},
             requests={
                 "choose": Request(knows, on_choose),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,12 +80,10 @@ class Workbench(StillFigure, ipywidgets.GridBox):
         self.training, self.selection, self.save_picture = training, Selection(), save_picture
         self._max_height = max_height
         self._following = False
-        self.slicer: Slicer | None = None
-        self.timeline: TimelineView | None = None
         self.memory = FigureView(tip="memory of the selected rank through a step")
         self._beside = ipywidgets.VBox()
         super().__init__(layout={"grid_template_columns": COLUMNS, "grid_gap": "12px", "align_items": "flex-start"})
-        self._take_over_plan(image)
+        self._take_over_plan(image, ())
         self.selection.observe(self._show_selection)
         self.refresh()
 
@@ -111,13 +109,14 @@ class Workbench(StillFigure, ipywidgets.GridBox):
         views = [*part.views, *timeline, self.memory.save_view()]
         return SavedPart(views, remarks=part.remarks, links={"selection": selection}, is_side_by_side=True)
 
-    def _take_over_plan(self, image: Source) -> None:
+    def _take_over_plan(self, image: Source, panes: Sequence[StillFigure | None]) -> None:
         """Make the slicer for the training's plan, in place of the panes of another plan."""
-        kept = {"save_picture": self.save_picture, "max_height": self._max_height}
-        slicer = Slicer(image, self.training.plan, self.training.recipe, **kept)
-        for pane in filter(None, (self.slicer, self.timeline)):
+        plan, recipe, kept = self.training.plan, self.training.recipe, self.save_picture
+        slicer = Slicer(image, plan, recipe, save_picture=kept, max_height=self._max_height)
+        for pane in filter(None, panes):
             pane.close()
-        self.slicer, self.timeline, self._recipe = slicer, None, self.training.recipe
+        self.slicer, self._recipe = slicer, recipe
+        self.timeline: TimelineView | None = None
         self.slicer.view.observe(self._follow_slicer, ["layer", "tile"])
         self.slicer.view.observe(lambda _: self.update_snapshot(), SEEN)
         with self._follow():
@@ -127,7 +126,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
     def refresh(self) -> None:
         """Show the timeline of the last step, under the training's current plan."""
         if self.training.recipe is not self._recipe:
-            self._take_over_plan(self.slicer.rasters.picture)
+            self._take_over_plan(self.slicer.rasters.picture, (self.slicer, self.timeline))
         if self.training.reports:
             shown = self.training.timeline()
             self.selection.counts["event"] = len(shown.events)
