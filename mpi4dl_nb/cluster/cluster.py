@@ -11,12 +11,12 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
-from mpi4dl_nb.checks import is_number
 from mpi4dl_nb.cluster.calibrate_cluster import CalibrationCache, calibrate_cluster
 from mpi4dl_nb.cluster.loopback_ranks import LoopbackRanks, SingleThreadRanks
 from mpi4dl_nb.cluster.mpi_ranks import MpiRanks
 from mpi4dl_nb.cluster.owned_ranks import OwnedRanks, count_alive_ranks, get_owned_ranks, watch_notebook
 from mpi4dl_nb.cluster.remote_call import Ranks, RemoteCall
+from mpi4dl_nb.engines.checks import is_number
 from mpi4dl_nb.engines.comm.device import compute_threads_per_rank, count_cores
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, RankError
 from mpi4dl_nb.engines.formatting import describe_unknown, format_html_table

@@ -14,7 +14,6 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from torch import nn
 
-from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.draw.figure import INK, Drawing, format_count, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
@@ -54,6 +53,7 @@ from mpi4dl_nb.draw.tilemap import (
     mark_zoom,
     tint_halo,
 )
+from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes, format_microns

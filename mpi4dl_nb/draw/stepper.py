@@ -16,10 +16,10 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, Style, format_ranks, format_size
 from mpi4dl_nb.draw.tilemap import NOT_OWN, PADDING
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
+from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes

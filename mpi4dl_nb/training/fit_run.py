@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tqdm.auto import tqdm
 
-from mpi4dl_nb.checks import is_integer
+from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.errors import PlanError, RankError, make_absolute
 from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.train.checkpoint_files import check_writable

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpi4dl_nb.checks import is_integer
+from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.shards import ShardIndex
 from mpi4dl_nb.engines.compiler.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps

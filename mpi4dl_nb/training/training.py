@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpi4dl_nb.checks import is_integer
 from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
+from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.steps import label_steps
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
