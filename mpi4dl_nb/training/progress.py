@@ -28,15 +28,8 @@ class ProgressRecorder:
         self._speeds: list[float] = []
         self._epochs: list[EpochResult] = []
         self._ends: list[int] = []
-        self.current = Progress(
-            plan,
-            total=total,
-            losses=self._losses,
-            speeds=self._speeds,
-            epochs=self._epochs,
-            ends=self._ends,
-            one_process=one_process,
-        )
+        now = Progress(plan, total=total, one_process=one_process)
+        self.current = replace(now, losses=self._losses, speeds=self._speeds, epochs=self._epochs, ends=self._ends)
         self._lock = Lock()
         self._start_s = self._now_s = time.perf_counter()
         self._first_s = 0.0  # end of the first step
