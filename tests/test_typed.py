@@ -44,7 +44,7 @@ def test_a_users_script_is_checked(tmp_path):
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "right.py", "wrong.py"],
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file=", "right.py", "wrong.py"],
         cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     errors = re.findall(r"^(\w+\.py:\d+): error: .*\[([\w-]+)\]$", done.stdout, flags=re.MULTILINE)
