@@ -18,15 +18,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# Files that import only the standard library and numpy: mypy --strict and doctests run on them.
-PURE := $(addprefix mpi4dl_nb/engines/, \
-	train/checkpoint_folder.py errors.py formatting.py comm/supervisor.py cli/plan_options.py plan/__init__.py \
-	plan/layout.py graph/model_graph.py comm/output.py images/regular_file.py images/metadata/*.py \
-	images/orientation.py comm/start.py geometry/*.py plan/schedule.py \
-	program/effects.py program/exchange.py plan/make_schedule.py program/instructions.py \
-	program/program.py program/timeline.py comm/all_reduce_sizes.py predict/machine.py predict/tallies.py \
-	predict/cores.py predict/cost.py predict/machines.py predict/memory_simulation.py predict/links.py \
-	predict/machine_checks.py predict/simulate.py train/asynchrony.py comm/status_board.py)
+# Files that import only the standard library and numpy: their types are checked most strictly, and doctests run on them.
+PURE = $(shell $(BIN)/python -m tests.pure)
 
 # Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time, with one
 # thread of PyTorch each: threads that wait for a core spin, which took half of the time.
@@ -79,7 +72,7 @@ export SEED
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PURE)
+	$(BIN)/mypy
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))

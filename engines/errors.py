@@ -14,6 +14,8 @@ from pathlib import Path
 class Mpi4dlError(Exception):
     """The base class of all errors that this package raises on purpose.
 
+    `rank` is the first rank that failed by itself, if ranks were at work, and `remote_traceback` its traceback as text.
+
     >>> from mpi4dl_nb import Mpi4dlError, Plan
     >>> try:
     ...     Plan(split_size=0)
@@ -21,6 +23,9 @@ class Mpi4dlError(Exception):
     ...     print(type(error).__name__)
     PlanError
     """
+
+    rank: int | None = None
+    remote_traceback = ""
 
     def _render_traceback_(self) -> list[str]:
         """Return the text for a notebook (IPython calls this): the user's own lines, the message and its notes.
@@ -134,8 +139,6 @@ class VerifyError(Mpi4dlError, RuntimeError):
 
 class RankError(Mpi4dlError, RuntimeError):
     """Work failed on a rank.
-
-    `rank` is the first rank that failed by itself, and `remote_traceback` its traceback as text.
 
     >>> from mpi4dl_nb import Cluster, RankError
     >>> with Cluster(2, backend="loopback") as cluster:

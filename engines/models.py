@@ -39,7 +39,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # v1:  x --- conv norm relu conv norm --- + --- relu        v2:  x --- norm relu conv (3 times) --- +
         #       `------------ shortcut -----------'                       `---------- shortcut -------------'
-        return self.after(self.branch(x) + self.shortcut(x))  # type: ignore[no-any-return]
+        return self.after(self.branch(x) + self.shortcut(x))
 
 
 def resnet20_v1(*, num_classes: int = 10) -> nn.Sequential:
@@ -238,7 +238,7 @@ class AmoebaNetD(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         x = self.stem(image)
         x, _ = self.blocks((x, x))
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 def stack_cells(channels: int, repeats: int) -> tuple[list[Cell], int]:
@@ -291,7 +291,7 @@ class Sum(nn.Module):
         self.left, self.right = left, right
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.left(a) + self.right(b)  # type: ignore[no-any-return]
+        return self.left(a) + self.right(b)
 
 
 class FactorizedReduction(nn.Module):
@@ -310,7 +310,7 @@ class FactorizedReduction(nn.Module):
         x = torch.relu(x)
         # One row and column of padding at the end, and one cut off at the start: the odd pixels come to even places.
         shifted = nn.functional.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:]
-        return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))  # type: ignore[no-any-return]
+        return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
 
 
 def make_relu_conv_norm(
@@ -450,7 +450,7 @@ class UNet(nn.Module):
         x = skips.pop()
         for up, merge in zip(self.up, self.merge, strict=True):
             x = merge(torch.cat([skips.pop(), up(x)], dim=1))
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 def _make_block(before: int, after: int) -> nn.Sequential:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,43 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.pure import find_pure_files, list_pure_modules
+
 ROOT = Path(__file__).parents[1]
 
-PURE = (
-    "mpi4dl_nb.engines.train.checkpoint_folder",
-    "mpi4dl_nb.engines.errors",
-    "mpi4dl_nb.engines.formatting",
-    "mpi4dl_nb.engines.comm.supervisor",
-    "mpi4dl_nb.engines.cli.plan_options",
-    "mpi4dl_nb.engines.plan",
-    "mpi4dl_nb.engines.plan.layout",
-    "mpi4dl_nb.engines.graph.model_graph",
-    "mpi4dl_nb.engines.comm.output",
-    "mpi4dl_nb.engines.images.regular_file",
-    "mpi4dl_nb.engines.images.metadata.*",
-    "mpi4dl_nb.engines.images.orientation",
-    "mpi4dl_nb.engines.comm.start",
-    "mpi4dl_nb.engines.geometry.*",
-    "mpi4dl_nb.engines.plan.schedule",
-    "mpi4dl_nb.engines.plan.make_schedule",
-    "mpi4dl_nb.engines.program.effects",
-    "mpi4dl_nb.engines.program.exchange",
-    "mpi4dl_nb.engines.program.instructions",
-    "mpi4dl_nb.engines.program.program",
-    "mpi4dl_nb.engines.program.timeline",
-    "mpi4dl_nb.engines.comm.all_reduce_sizes",
-    "mpi4dl_nb.engines.predict.machine",
-    "mpi4dl_nb.engines.predict.tallies",
-    "mpi4dl_nb.engines.predict.cores",
-    "mpi4dl_nb.engines.predict.cost",
-    "mpi4dl_nb.engines.predict.machines",
-    "mpi4dl_nb.engines.predict.memory_simulation",
-    "mpi4dl_nb.engines.predict.links",
-    "mpi4dl_nb.engines.predict.machine_checks",
-    "mpi4dl_nb.engines.predict.simulate",
-    "mpi4dl_nb.engines.train.asynchrony",
-    "mpi4dl_nb.engines.comm.status_board",
-)
+PURE = list_pure_modules()
 NOTEBOOK_SIDE = ("ipyparallel", "ipywidgets", "matplotlib", "IPython", "mpi4dl_nb")
 
 
@@ -72,7 +39,7 @@ def is_inside(name: str, *rooms: str) -> bool:
 
 
 def is_pure(module: str) -> bool:
-    return any(fnmatch(module, pattern) for pattern in PURE)
+    return any(fnmatch(module, pattern) or pattern == f"{module}.*" for pattern in PURE)
 
 
 def is_allowed_in_pure(name: str) -> bool:
@@ -249,11 +216,7 @@ def test_an_allowed_import_is_let_through(path, source):
     assert list_complaints({**dict.fromkeys(rooms, ""), path: source}) == []
 
 
-def test_make_test_types_every_pure_file():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    (listed,) = re.findall(r"^PURE := \$\(addprefix mpi4dl_nb/(engines/, .*)\)$", makefile, flags=re.MULTILINE)
-    folder, _, names = listed.partition(", ")
-    patterns = [folder + name for name in names.split()]
-    pure = [path for path in read_house() if is_pure(name_module(path))]
+def test_each_pure_module_is_a_file():
+    pure = [f"mpi4dl_nb/{path}" for path in read_house() if is_pure(name_module(path))]
     assert pure
-    assert [path for path in pure if not any(fnmatch(path, pattern) for pattern in patterns)] == []
+    assert sorted(pure) == sorted(set(find_pure_files()))

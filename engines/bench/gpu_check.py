@@ -144,7 +144,7 @@ def _run_command(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict
         return {"error": f"not done within {timeout_s:g} s"}
     if done.returncode == 2 or not done.stdout.strip():
         return {"error": find_cause(done.stderr)}
-    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def find_cause(stderr: str) -> str:

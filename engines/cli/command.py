@@ -136,7 +136,7 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
 
 def _import_command(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(import_module(module), name)
 
 
 def _print_error(world: World, text: str) -> None:

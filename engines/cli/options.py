@@ -328,6 +328,6 @@ def _call(path: str, value: Any, known: Mapping[str, Any]) -> Any:
 def _import_callable(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
-        return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
+        return attrgetter(name)(importlib.import_module(module))
     except (Exception, SystemExit) as error:
         raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error

@@ -248,7 +248,7 @@ def run_on_first(world: World, work: Callable[[], Made]) -> Made:
         if failure:  # on rank 0: its own error, with its traceback
             raise failure
         raise copy(outcome) from make_released_error()  # ranks in threads share the exception object
-    return outcome  # type: ignore[no-any-return]
+    return outcome
 
 
 def all_gather_or_raise(world: World, value: Any, failure: Exception | None) -> list[Any]:

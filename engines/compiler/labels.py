@@ -105,7 +105,7 @@ def _cut_part(graph: ModelGraph, name: str, labels: Tensor) -> Tensor:
     while at != "labels":
         needed.append(nodes[at])
         at = nodes[at].reads[0]
-    return run_nodes(reversed(needed), {**graph.constants, "labels": labels.cpu()})[name]  # type: ignore[no-any-return]
+    return run_nodes(reversed(needed), {**graph.constants, "labels": labels.cpu()})[name]
 
 
 def _get_ref_name(node: Node, argument: str) -> str | None:

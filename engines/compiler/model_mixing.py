@@ -43,7 +43,7 @@ class ModelAnalysis(LossAnalysis):
         return _find_layers(self.graph)
 
     @cached_property
-    def twins(self) -> Mapping[str, Node]:  # type: ignore[override]
+    def twins(self) -> Mapping[str, Node]:
         """The nodes of the model traced with twice as many images; empty if these are other operators."""
         theirs = _find_layers(self.double) if self.double else ()
         alike = [(node.name, node.operator) for node in self.layers] == [(node.name, node.operator) for node in theirs]

@@ -166,7 +166,7 @@ class ConstantPropagationMode(TorchFunctionMode):
                 if self.memory.find_name(tensor):
                     return None
                 constant = self._known[tensor] = _ConstantValue(tensor.detach().clone())
-        return constant  # type: ignore[no-any-return]
+        return constant
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""

@@ -288,7 +288,7 @@ class _Functionaliser:
             (args, kwargs), lambda argument: argument.meta["val"] if isinstance(argument, fx.Node) else argument
         )
         with self.mode, torch.no_grad():
-            value = target(*live[0], **live[1])  # type: ignore[index]
+            value = target(*live[0], **live[1])
         node.meta = {**origin.meta, "val": value, _MADE: True}
         node.meta.pop(WRITTEN, None)
         self.aliases[node] = _Alias(_Memory(False), None, node, node, 0)

@@ -33,7 +33,7 @@ class _RefusedTensor:
 
     __getattr__ = __setattr__ = refuse
     __hash__ = None  # type: ignore[assignment]
-    __class__ = property(refuse)  # type: ignore[assignment]  # read by isinstance(model.kl, Tensor)
+    __class__ = property(refuse)  # read by isinstance(model.kl, Tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -226,7 +226,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
     def forward() -> Tensor:
         images, labels = inputs
         loss, _ = call_loss(copies[1], copies[0](images), labels)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     with _translate_errors(model, specs[0], whole.constants):
         return replace(graph, recomputed=find_recomputed_buffers(graph, collect_buffers(*copies), forward))

@@ -97,7 +97,7 @@ def get_kernel(name: str) -> Callable[..., Any]:
     for known in (_KERNELS, MENDED):
         if name in known:
             return known[name]
-    return get_operator(name)  # type: ignore[no-any-return]
+    return get_operator(name)
 
 
 def has_kernel(name: str) -> bool:

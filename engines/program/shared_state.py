@@ -36,7 +36,7 @@ class SharedState:
         shares = world.shares_memory and world.size > 1
         if not shares or len({choose_device(device, rank) for rank in range(world.size)}) > 1:
             return None
-        return world.all_gather(cls())[0]  # type: ignore[no-any-return]
+        return world.all_gather(cls())[0]
 
     def get_tensor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor of that name, which the first rank that needs it makes."""

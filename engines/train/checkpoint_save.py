@@ -212,7 +212,7 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
             lambda: writer and writer.finish(contents.make_manifest(training, writer.written, feed), keep),
             CheckpointError,
         )
-        return world.all_gather(done)[0]  # type: ignore[no-any-return]
+        return world.all_gather(done)[0]
     # Whatever has failed, also on another rank: the draft goes and the lock is released.
     finally:
         if writer:

@@ -209,7 +209,7 @@ def _normalise_by_micro_batch(model: nn.Module, count: int) -> None:
 
     for module in model.modules():
         if isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm):
-            module.forward = partial(normalise, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(normalise, module.forward)
 
 
 def _split(count: int, answer: Any, labels: Tensor) -> Iterator[tuple[Any, Tensor]]:

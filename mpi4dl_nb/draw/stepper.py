@@ -27,6 +27,7 @@ from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.plan.schedule import Schedule
 from mpi4dl_nb.engines.train.step_events import (
     DebuggedStep,
+    EmptyPanel,
     PanelGroup,
     RankEvent,
     RankPanel,
@@ -226,7 +227,8 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
     if not groups:
         reasons: dict[str, list[int]] = {}
         for panel in view.panels:
-            reasons.setdefault(panel.why, []).append(panel.rank)
+            if isinstance(panel, EmptyPanel):
+                reasons.setdefault(panel.why, []).append(panel.rank)
         descriptions = [f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
         if view.event.done:
             descriptions = ["The weights have moved. There are no images to show now: a restart begins another step."]

@@ -45,7 +45,7 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
     first, *others = node.arguments.values()
     if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
         raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 @register_rule(

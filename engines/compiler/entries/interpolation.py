@@ -76,7 +76,7 @@ def _run_along(node: Node, axis: int, x: Tensor, other: int) -> Tensor:
     a, run = node.arguments, get_operator(f"{node.operator.removesuffix('.vec')}.default")
     scales = (a["scale_factors"][axis] if a["scale_factors"] else None, None)
     aligned = [a["align_corners"]] if "align_corners" in a else []
-    return run(x, [node.result.shape[axis - 2], other], *aligned, *scales)[..., 0]  # type: ignore[no-any-return]
+    return run(x, [node.result.shape[axis - 2], other], *aligned, *scales)[..., 0]
 
 
 def _find_nearest_taps(node: Node, size_px: Sequence[int], axis: int) -> Taps:

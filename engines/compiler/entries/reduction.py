@@ -304,7 +304,7 @@ def merge_maxima(found: Tensor, dims: list[int], sign: int, shape: Sequence[int]
 @register_kernel("tile.maxima")
 def find_maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
     """Return the maxima of the values, or (sign -1) of the values in reverse order."""
-    return _Maxima.apply(_order(x if x.is_floating_point() else x.long(), sign), dims)  # type: ignore[no-any-return]
+    return _Maxima.apply(_order(x if x.is_floating_point() else x.long(), sign), dims)
 
 
 def _order(x: Tensor, sign: int) -> Tensor:
