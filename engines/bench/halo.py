@@ -35,6 +35,7 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.tiles import Move, Tile
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.plan.layout import check_fits
+from mpi4dl_nb.engines.program.effects import select_kind
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import Compute
@@ -115,7 +116,7 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     #     image tile --exchange--> window --conv2d--> output
     #                <--adjoint---        <--backward--
     forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
-    (exchange,) = (item for item in forward if isinstance(item, Exchange))
+    (exchange,) = select_kind(forward, Exchange)
     (op,) = (op for item in forward for op in item.local_ops if "conv2d" in op.kernel)
     device = choose_device(case.device, world.rank)
     dtype = getattr(torch, case.plan.precision)

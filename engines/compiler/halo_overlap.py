@@ -14,6 +14,7 @@ from mpi4dl_nb.engines.compiler.builder import Builder, HaloRead
 from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import compute_interior, compute_window
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.program.effects import select_kind
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.kernels import cut_spans, register_kernel
 
@@ -116,8 +117,9 @@ def _start_exchange(
     """Begin the exchange of whole windows, of which this rank builds only the strips that its borders read, if any."""
     target = b.exchange(b.crop_to_own(source), wanted, borrowed.fill)
     # The window itself is never built: its exchange becomes the first half of one that fills the strips.
-    if not borders or not isinstance(exchange := b.instructions[-1], Exchange):
+    if not borders:
         return None
+    (exchange,) = select_kind(b.instructions[-1:], Exchange)
     del b.instructions[-1], b.values[target.name]
     strips = tuple(
         (f"{target.name}.strip{index}", compute_window(border, borrowed.read.rules))

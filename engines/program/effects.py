@@ -6,11 +6,11 @@ An instruction declares its effects in each phase (`Instruction.get_effects`). T
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from mpi4dl_nb.engines.geometry.tiles import Move
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec, find_ref_names
@@ -161,3 +161,11 @@ class Instruction(ABC):
     def adjoint(self) -> Instruction:
         """The instruction that takes its place in the backward pass."""
         return self
+
+
+Kind = TypeVar("Kind", bound=Instruction)
+
+
+def select_kind(items: Iterable[Instruction], kind: type[Kind]) -> Iterator[Kind]:
+    """Yield the instructions of one kind, in order."""
+    return (item for item in items if isinstance(item, kind))

@@ -12,10 +12,9 @@ from typing import Any, Generic, TypeVar
 from mpi4dl_nb.engines.comm.all_reduce_sizes import count_sends
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes
 from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
-from mpi4dl_nb.engines.program.effects import Effects, Instruction, Phase, Reduction
+from mpi4dl_nb.engines.program.effects import Effects, Instruction, Kind, Phase, Reduction, select_kind
 from mpi4dl_nb.engines.program.instructions import Compute, ModelInstruction
 
-Kind = TypeVar("Kind", bound=Instruction)
 V = TypeVar("V")
 
 
@@ -82,9 +81,8 @@ class DirectionProgram:
     @cached_property
     def interiors(self) -> Mapping[str, Compute]:
         """The interior segments by the value that each begins and the next segment completes."""
-        pairs = zip(self.forward, self.effects, strict=True)
-        segments = ((item, effects) for item, effects in pairs if isinstance(item, Compute) and item.interior)
-        return {name: item for item, effects in segments for name in effects.makes}
+        interiors = (item for item in select_kind(self.forward, Compute) if item.interior)
+        return {name: item for item in interiors for name in item.get_effects(Phase.FORWARD).makes}
 
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
@@ -219,7 +217,7 @@ class Program(FactTable):
 
     def select_instructions(self, kind: type[Kind]) -> Iterable[Kind]:
         """Return the instructions of a kind, as often as they run."""
-        return (step.instruction for step in self.steps if isinstance(step.instruction, kind))
+        return select_kind((step.instruction for step in self.steps), kind)
 
     @cached_property
     def effects(self) -> tuple[Effects, ...]:

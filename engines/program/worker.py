@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.comm.status_board import get_status_board, get_wait_s
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_names
-from mpi4dl_nb.engines.program.effects import Instruction, Phase
+from mpi4dl_nb.engines.program.effects import Instruction, Phase, select_kind
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
 from mpi4dl_nb.engines.program.instructions import (
@@ -81,14 +81,13 @@ class Worker:
         # Every exchange and every segment is made ready to run here, once. The micro-batches, of which there are new
         # ones in each step, share them.
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
-        exchanges = [item for item in program.forward if isinstance(item, Exchange)]
+        exchanges = list(select_kind(program.forward, Exchange))
         runners = make_exchange_runners(exchanges, world, self.device, self._send_queue)
         segments = {
             item.name: make_segment(item, owned, rooms)
             for way in program.direction_programs.values()
             for rooms in [find_output_allocators(way, runners)]
-            for item in way.forward
-            if isinstance(item, Compute)
+            for item in select_kind(way.forward, Compute)
         }
         self.runtime = Runtime(world, runners, segments, keeps_graphs)
         self.restart({})
@@ -104,11 +103,7 @@ class Worker:
             return
         self._collectives = collectives
         connected: dict[str, GradientBucket | SharedGradientBucket] = {}
-        sums = {
-            instruction
-            for step in self.program.steps
-            if collectives and isinstance(instruction := step.instruction, SumGradients)
-        }
+        sums = set(self.program.select_instructions(SumGradients)) if collectives else set()
         order = OrderedStarter(len(sums))
         # In tag order on every rank: connecting is collective over each group. If rank 1 connected to {1, 2} first, and
         # rank 2 to {0, 2}, and rank 0 to {0, 1}, all three would wait for ever.

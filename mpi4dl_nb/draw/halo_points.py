@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
-from mpi4dl_nb.engines.program.effects import LocalOp
+from mpi4dl_nb.engines.program.effects import LocalOp, select_kind
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 
@@ -224,8 +224,9 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
             # Of the direction and the stage whose ranks these are: a rank may have other tiles in others.
             way = program.direction_programs[0]
             ops_of = {item.name: item.local_ops for item in way.stages[stage]}
-            items = (item for item in way.stages[stage] if isinstance(item, Exchange) and item.kind == "halo")
-            for item in items:
+            for item in select_kind(way.stages[stage], Exchange):
+                if item.kind != "halo":
+                    continue
                 met.setdefault(item.tag, {})[program.rank] = item
                 ops = [op for reader in way.reads.get(item.target, ()) for op in ops_of.get(reader, ())]
                 operators = _find_readers(ops, item.target, nodes)
