@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpi4dl_nb.engines.comm.all_reduce_sizes import compute_workspace_bytes
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.predict.tallies import DirectionTally, RankTally, SegmentTally
+from mpi4dl_nb.engines.predict.tallies import Block, DirectionTally, RankTally, SegmentTally
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Messages, Phase
 from mpi4dl_nb.engines.program.program import LEAST_BYTES, DirectionProgram, LiveValues, Program, Step
 
@@ -78,7 +78,7 @@ class GradientTracker:
 
     ledger: MemoryTracker
     arrived: set[str]
-    lies_in: dict[str, str] = field(default_factory=dict)
+    lies_in: dict[str, Block] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
     moved: list[int] = field(default_factory=list)
@@ -90,16 +90,16 @@ class GradientTracker:
         # backward. A gradient that is passed on keeps the name of the block in which it lies.
         self.count += 1
         given = next(
-            (self.lies_in.get(source, f"given:{source}") for source in passed_from if source in self.arrived), None
+            (self.lies_in.get(source, Block(source, "given")) for source in passed_from if source in self.arrived), None
         )
-        key = given or f"new:{self.count}"
+        key = given or Block(f"{self.count}", "new")
         self.ledger.hold(key, None if given else {"gradient": size})
         there = self.lies_in.get(name)
         if there is not None:
             self.moved.append(3 * size)
         # A second gradient: autograd adds in place if the first one has memory of its own, so the new block is freed.
         # If both are passed on, `hold_passed` counts the memory of the sum.
-        if there is not None and (given or not there.startswith("given:")):
+        if there is not None and (given or there.role != "given"):
             self.ledger.release(key)
             return
         if there is not None:  # the first one is another value's memory: the sum needs memory of its own
@@ -117,12 +117,12 @@ class GradientTracker:
     @property
     def passed(self) -> list[str]:
         """The values whose gradient is that of an output of the segment, and not memory of their own."""
-        return [name for name, key in self.lies_in.items() if key.startswith("given:")]
+        return [name for name, key in self.lies_in.items() if key.role == "given"]
 
     def hold_passed(self) -> None:
         """Hold a copy of each passed gradient: a segment's inputs and weights keep theirs, in memory of their own."""
         for name in self.passed:
-            self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})
+            self.ledger.hold(Block(name, "own"), {"gradient": self.sizes[name]})
 
 
 def simulate_memory(
@@ -178,8 +178,8 @@ def simulate_memory(
 
 
 @dataclass
-class _MicroBatchMemory(LiveValues[str]):
-    """The memory of one micro-batch: values and leaves by the keys of their blocks, and graphs for backward."""
+class _MicroBatchMemory(LiveValues[Block]):
+    """The memory of one micro-batch: values and leaves by their blocks, and graphs for backward."""
 
     # Each output of a segment is detached; the leaf that results is the input of the next segment. A block can thus be
     # held for three reasons at once, and is freed with the last of them:
@@ -194,9 +194,9 @@ class _MicroBatchMemory(LiveValues[str]):
     ledger: MemoryTracker
     plan: Plan
     trained_now: set[str]
-    values: dict[str, str] = field(default_factory=dict)
-    leaves: dict[str, str] = field(default_factory=dict)
-    grads: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Block] = field(default_factory=dict)
+    leaves: dict[str, Block] = field(default_factory=dict)
+    grads: dict[str, Block] = field(default_factory=dict)
     graphs: dict[str, list[Hashable]] = field(default_factory=dict)
     leaving: list[Hashable] = field(default_factory=list)
     offloaded: dict[Hashable, int] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class _MicroBatchMemory(LiveValues[str]):
                 self._release_leaf(name)
         return self.leaving
 
-    def _hold_key(self, key: str) -> None:
+    def _hold_key(self, key: Block) -> None:
         borrowed = self.tally.halo_bytes.get(key, 0)
         size = self.tally.bytes.get(key, 0) - borrowed
         self._hold_block((self.number, key), activations=size, halos=borrowed)
@@ -239,15 +239,17 @@ class _MicroBatchMemory(LiveValues[str]):
         # An offloaded block is held with no bytes, so that hold and release stay paired.
         self.ledger.hold(key, {} if offload else kinds)
 
-    def _get_offloaded_bytes(self, key: str) -> int:
+    def _get_offloaded_bytes(self, key: Block) -> int:
         """Return the bytes of an offloaded block that is loaded again for a segment's backward."""
         return self.offloaded.get((self.number, key), 0)
 
     def _count_offloaded_inputs(self, names: Iterable[str]) -> int:
         """Return the bytes of the offloaded inputs that are loaded again for a segment."""
-        return sum(self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in names})
+        return sum(
+            self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, Block(name)) for name in names}
+        )
 
-    def drop(self, held: dict[str, str], name: str) -> None:
+    def drop(self, held: dict[str, Block], name: str) -> None:
         if name in held:
             self.ledger.release((self.number, held.pop(name)))
 
@@ -277,7 +279,7 @@ class _MicroBatchMemory(LiveValues[str]):
         The outputs are new memory, and nothing is offloaded. The leaves of the first outputs are no longer needed.
         """
         read = [key for key in segment.keeps if key not in segment.fresh]
-        recomputed = {(self.number, f"recomputed {key}"): size for key, size in segment.fresh.items()}
+        recomputed = {(self.number, key._replace(is_recomputed=True)): size for key, size in segment.fresh.items()}
         self.graphs[item.name] = [*((self.number, key) for key in read), *recomputed]
         for key in read:
             self._hold_key(key)
@@ -318,7 +320,7 @@ class _MicroBatchMemory(LiveValues[str]):
 
     def _hold_gradient(self, name: str, size: int) -> None:
         if name not in self.grads:
-            self.grads[name] = f"gradient of {name}"
+            self.grads[name] = Block(name, "gradient")
             self.ledger.hold((self.number, self.grads[name]), {"passing": size})
 
     def _release_leaf(self, name: str) -> None:

@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.memory_simulation import MemoryTracker, simulate_memory
 from mpi4dl_nb.engines.predict.rank_tally import build_tallies, build_tally
-from mpi4dl_nb.engines.predict.tallies import RankTally
+from mpi4dl_nb.engines.predict.tallies import Block, RankTally
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import SumGradients
 from mpi4dl_nb.engines.program.program import Program
@@ -202,8 +202,7 @@ class _LayerAssignment:
         for place in self.where:
             item, owner = place.step.instruction, place.layer
             for name in item.get_effects(Phase.FORWARD).specs if item.per_micro_batch else ():
-                for key in (name, f"window:{name}"):
-                    self.values.setdefault(key, owner)
+                self.values.setdefault(name, owner)
             for op in item.local_ops:
                 owner = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or owner
                 self.values[op.out] = owner
@@ -223,9 +222,8 @@ class _LayerAssignment:
                     yield None, {"gradients": bucket.bytes - sum(sizes.values())}
             case ("gradient", str(name)):
                 yield self.weights.get(name), kinds
-            case (int(), str(name)):
+            case (int(), Block(name)):
                 # A gradient, or what autograd saves, belongs to the layer of its value; "x[1]" is a result of "x".
-                name = name.removeprefix("gradient of ").removeprefix("recomputed ").removesuffix(":saved")
                 yield self.values.get(name) or self.values.get(name.partition("[")[0]), kinds
             case _:
                 yield None, kinds

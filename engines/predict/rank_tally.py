@@ -15,6 +15,7 @@ from mpi4dl_nb.engines.predict.kernel_effects import KernelEffect, LocalTensor, 
 from mpi4dl_nb.engines.predict.memory_simulation import GradientTracker, MemoryTracker
 from mpi4dl_nb.engines.predict.tallies import (
     BY_ARITHMETIC,
+    Block,
     DirectionTally,
     OpTally,
     RankTally,
@@ -32,11 +33,6 @@ from mpi4dl_nb.engines.program.segment import find_in_place, find_last_reads, ha
 
 
 Abstract = LocalTensor | tuple[LocalTensor, ...]
-
-
-def _get_window_key(name: str) -> str:
-    """Return the memory key of a window, or a strip of one, that an exchange makes."""
-    return f"window:{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +65,16 @@ class _SegmentCounter:
     #   y = relu(x)        y lies in "y": new memory
     #   v = view(y)        v lies in "y", too
     #   z = relu_(v)       z lies in "y": written over
-    #   w = conv(z)        w lies in "window:halo3", if only that exchange reads it: written into the window's middle
+    #   w = conv(z)        w lies in the window "halo3", if only that exchange reads it: written into its middle
     #
-    # `keys` says where a value lies, `fresh` how large the blocks are that the segment allocates. The weights, under
-    # "weight:...", are held by the rank at all times and never counted here.
+    # `keys` says where a value lies, `fresh` how large the blocks are that the segment allocates. Weights are held by
+    # the rank at all times and never counted here.
     segment: Compute
     way: _DirectionCounter
     scope: dict[str, Abstract] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
-    fresh: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, Block] = field(default_factory=dict)
+    fresh: dict[Block, int] = field(default_factory=dict)
 
     @cached_property
     def over(self) -> frozenset[str]:
@@ -119,10 +115,10 @@ class _SegmentCounter:
         ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals) for call in calls)
         return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), tuple(moves))
 
-    def _enter(self, name: str, local: LocalTensor, key: str) -> None:
+    def _enter(self, name: str, local: LocalTensor, key: Block) -> None:
         self.scope[name], self.names[name], self.keys[name] = local, (name,), key
 
-    def _get_output_keys(self) -> set[str]:
+    def _get_output_keys(self) -> set[Block]:
         return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
 
     def _count_forward(self, op: LocalOp, inside: MemoryTracker) -> Iterator[_SegmentCall]:
@@ -139,7 +135,7 @@ class _SegmentCounter:
             if not isinstance(item, Ref) or item in (DEVICE, SEED):
                 return item
             if item.name not in self.scope:
-                self._enter(item.name, self.way.find_owned(item.name), f"weight:{item.name}")  # type: ignore[arg-type]
+                self._enter(item.name, self.way.find_owned(item.name), Block(item.name, "weight"))  # type: ignore[arg-type]
             (part,) = self.names[item.name]
             read.append(part)
             local: LocalTensor = self.scope[item.name]  # type: ignore[assignment]
@@ -165,31 +161,31 @@ class _SegmentCounter:
         self.scope[call.op.out] = tensors if call.effect.several else tensors[0]
         self.names[call.op.out] = call.makes
         for name, output in zip(call.makes, call.effect.made, strict=True):
-            self.keys[name] = name if output.shares is None else self.keys[call.reads[output.shares]]
+            self.keys[name] = Block(name) if output.shares is None else self.keys[call.reads[output.shares]]
             if output.shares is None:
-                self.fresh[name] = output.bytes
+                self.fresh[Block(name)] = output.bytes
         rooms = self.way.way.rooms
         if has_out_kernel(self.segment, call.op, rooms):
             # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
             # window.
             ((window, spec),) = rooms[call.op.out].get_effects(Phase.FORWARD).specs.items()
-            key = _get_window_key(window)
-            self.fresh.pop(call.op.out, None)
+            key = Block(window, "window")
+            self.fresh.pop(Block(call.op.out), None)
             self.keys[call.op.out] = key
             self.fresh[key] = spec.bytes
         # In-place: the result lives in the memory of the call's first argument, and nothing new is allocated.
         elif call.op.out in self.over:
-            self.fresh.pop(call.op.out, None)
+            self.fresh.pop(Block(call.op.out), None)
             self.keys[call.op.out] = self.keys[call.reads[0]]
         if call.effect.saves_bytes and call.leads_back:
-            self.fresh[f"{call.op.out}:saved"] = call.effect.saves_bytes
+            self.fresh[Block(call.op.out, "saved")] = call.effect.saves_bytes
 
-    def _get_saved_keys(self, call: _SegmentCall) -> list[str]:
-        """Return the keys of the memory that autograd saves for a call, without weights, which are held anyway."""
+    def _get_saved_keys(self, call: _SegmentCall) -> list[Block]:
+        """Return the memory that autograd saves for a call, without weights, which are held anyway."""
         keys = {self.keys[call.reads[index]] for index in call.effect.saves}
         keys |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
-        keys |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
-        return sorted(key for key in keys if not key.startswith("weight:"))
+        keys |= {Block(call.op.out, "saved")} if call.effect.saves_bytes else set()
+        return sorted(key for key in keys if key.role != "weight")
 
     def _count_backward(self, calls: Sequence[_SegmentCall]) -> tuple[int, GradientTracker]:
         """Return the peak bytes of backward beyond the memory at its start, and the gradients that remain."""
@@ -311,9 +307,9 @@ class _DirectionCounter:
     way: DirectionProgram
     graph: ModelGraph
     values: dict[str, LocalTensor] = field(default_factory=dict)
-    lies_in: dict[str, str] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    halo_bytes: dict[str, int] = field(default_factory=dict)
+    lies_in: dict[str, Block] = field(default_factory=dict)
+    bytes: dict[Block, int] = field(default_factory=dict)
+    halo_bytes: dict[Block, int] = field(default_factory=dict)
 
     def find_owned(self, name: str) -> LocalTensor | None:
         """Return the description of a weight, buffer or total, or None if the name is none of these."""
@@ -321,7 +317,7 @@ class _DirectionCounter:
         spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
         return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
 
-    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: str) -> None:
+    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: Block) -> None:
         """Register a value that the rank holds from here on, in the memory block `key`."""
         self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
         self.lies_in[name] = key
@@ -337,15 +333,15 @@ class _DirectionCounter:
             for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
                 shape[axis] = size
             part = TensorSpec(tuple(shape), spec.dtype)
-            self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
-            self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead
+            self.add_value(name, LocalTensor.of(part, False), False, Block(name, "input"))
+            self.bytes[Block(name, "input")] = 0  # counted in `inputs` instead
             inputs[name] = part.bytes
         for item, effects in zip(self.way.forward, self.way.effects, strict=True):
             if isinstance(item, Compute):
                 segments[item.name] = _SegmentCounter(item, self).build_tally()
                 continue
             for name, spec in effects.specs.items():
-                key = _get_window_key(name) if effects.messages else name
+                key = Block(name, "window" if effects.messages else "value")
                 self.bytes[key] = spec.bytes
                 # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial
                 # parallelism; of a strip, also its copies of own pixels.
@@ -357,6 +353,6 @@ class _DirectionCounter:
             window
             for name, item in self.way.rooms.items()
             for window in item.get_effects(Phase.FORWARD).makes
-            if self.lies_in.get(name) == _get_window_key(window)
+            if self.lies_in.get(name) == Block(window, "window")
         )
         return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)

@@ -5,6 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Role = Literal["value", "window", "input", "weight", "saved", "gradient", "given", "new", "own"]
+
+
+class Block(NamedTuple):
+    """A block of memory: of the `value` itself, or in another role of that value.
+
+    An exchange makes its "window", autograd keeps more for it than tensors ("saved"), and while the backward pass of a
+    segment is counted, its gradient is "given" by the caller, "new", or a copy of its "own".
+    """
+
+    value: str
+    role: Role = "value"
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +43,7 @@ class OpTally:
 class SegmentTally:
     """The tally of one segment of a rank.
 
-    Memory is identified by key, since several values may share a block. `keeps` are the keys that autograd saves from
+    Several values may share a block of memory. `keeps` are the blocks that autograd saves from
     forward to backward, and `fresh` the bytes of those and of the outputs that the segment allocates. `inside` is the
     peak of forward beyond the memory held before it, and `back_inside` the peak of backward likewise. `grads` are the
     bytes of gradients by value, `trains` by weight, and `moves` the bytes that each addition or copy of a gradient
@@ -36,8 +51,8 @@ class SegmentTally:
     """
 
     ops: tuple[OpTally, ...]
-    keeps: frozenset[str]
-    fresh: Mapping[str, int]
+    keeps: frozenset[Block]
+    fresh: Mapping[Block, int]
     inside: int
     back_inside: int
     grads: Mapping[str, int]
@@ -48,15 +63,15 @@ class SegmentTally:
 
 @dataclass(frozen=True)
 class DirectionTally:
-    """One direction of a rank: the memory key of each value, the values that need a gradient, and the segments by name.
+    """One direction of a rank: the block in which each value lies, the values that need a gradient, and the segments.
 
-    `bytes` is by key, `halo_bytes` the received part of it, and `inputs` the bytes of the rank's inputs. `roomy` are
-    the windows whose own pixels are computed in place, so that they are not copied.
+    `bytes` are those of each block, `halo_bytes` the received parts of them, and `inputs` the bytes of the rank's
+    inputs. `roomy` are the windows whose own pixels are computed in place, so that they are not copied.
     """
 
-    lies_in: Mapping[str, str]
-    bytes: Mapping[str, int]
-    halo_bytes: Mapping[str, int]
+    lies_in: Mapping[str, Block]
+    bytes: Mapping[Block, int]
+    halo_bytes: Mapping[Block, int]
     needs_gradient: frozenset[str]
     segments: Mapping[str, SegmentTally]
     inputs: Mapping[str, int]
