@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from html import escape
+from itertools import groupby
 
 
 def format_bytes(count: int) -> str:
@@ -83,6 +84,30 @@ def format_shares(shares: Mapping[str, float]) -> str:
     """
     large = sorted(((share, kind) for kind, share in shares.items() if share), key=lambda part: -part[0])
     return ", ".join(f"{format_percent(share)} {kind}" for share, kind in large)
+
+
+def format_count(count: int, name: str) -> str:
+    """Return a number of things, such as `2,048 ranks`.
+
+    >>> format_count(1, "rank"), format_count(2048, "rank")
+    ('1 rank', '2,048 ranks')
+    """
+    return f"{count:,} {name}{'s' * (count != 1)}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, those that follow one another as a range.
+
+    >>> format_ranks([4]), format_ranks([0, 1]), format_ranks([0, 1, 2, 5]), format_ranks([3, 2, 1])
+    ('rank 4', 'ranks 0, 1', 'ranks 0 to 2, 5', 'ranks 3 to 1')
+    """
+    # Ranks of mirrored stages fall. In a run, rank - index is constant if ranks rise, rank + index if they fall.
+    way = -1 if len(ranks) > 1 and ranks[1] < ranks[0] else 1
+    runs: list[str] = []
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - way * pair[0]):
+        members = [rank for _, rank in run]
+        runs += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(runs)}"
 
 
 def format_names(names: Sequence[str]) -> str:

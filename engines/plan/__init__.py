@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import describe_unknown, format_html_table
+from mpi4dl_nb.engines.formatting import describe_unknown, format_count, format_html_table
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
 
@@ -279,13 +279,13 @@ class Plan:
         behind = f"{self.local_dp} ranks" if self.local_dp > 1 else "1 rank"
         names = [f"{g} tiles" if g.tiles > 1 else "1 rank" for g in self.grids[: self.spatial_size]]
         names += [behind] * (self.split_size - self.spatial_size)
-        text = f"{self.split_size} stage{'s'[: self.split_size > 1]}: {' -> '.join(names)}"
+        text = f"{format_count(self.split_size, 'stage')}: {' -> '.join(names)}"
         text += f"; {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
         text += f"; {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         text += ", both ways" if self.bidirectional else ""
         text += "".join(f"; {phrase}" for phrase in self.phrases)
         text += f"; {self.data_parallel} replicas" if self.data_parallel > 1 else ""
-        return f"{text}; {self.ranks} rank{'s'[: self.ranks > 1]}"
+        return f"{text}; {format_count(self.ranks, 'rank')}"
 
     @property
     def chosen(self) -> dict[str, Any]:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from html import escape
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent
+from mpi4dl_nb.engines.formatting import (
+    FactTable,
+    describe_unknown,
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+)
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.engines.program.timeline import compute_time_shares
@@ -62,7 +69,7 @@ def describe_plan(plan: Plan) -> str:
     words = [f"{format_grids(plan)} tiles"] if plan.spatial_size else []
     stages = plan.split_size - plan.spatial_size
     if stages and (plan.spatial_size or stages > 1):
-        words.append(f"{stages} stage{'s'[: stages > 1]}")
+        words.append(format_count(stages, "stage"))
     words += [f"{plan.local_dp} ranks share"] if plan.local_dp > 1 else []
     words += [f"{plan.parts} parts, {plan.schedule}"] if plan.parts > 1 else []
     words += ["both ways"] if plan.bidirectional else []
@@ -83,10 +90,10 @@ def format_rate(images: int, seconds: float, neutral_batch: int | None = None) -
     """Return the throughput of steps of some images in words, with the images that count (`compute_throughput`).
 
     >>> format_rate(4, 2.0), format_rate(4, 2.0, neutral_batch=1)
-    ('2 images/s in steps of 4 images', '0.5 images/s in steps of 4 images, of which 1 counts')
+    ('2.00 images/s in steps of 4 images', '0.5 images/s in steps of 4 images, of which 1 counts')
     """
     rate = format_number(compute_throughput(images, seconds, neutral_batch))
-    words = f"{rate} images/s in steps of {images:,} image{'s'[: images > 1]}"
+    words = f"{rate} images/s in steps of {format_count(images, 'image')}"
     if neutral_batch is None or images <= neutral_batch:
         return words
     return f"{words}, of which {neutral_batch:,} count{'s'[: neutral_batch == 1]}"
@@ -174,7 +181,7 @@ class Explanation:
         )
         sentences = [self._describe_other(verdict) for verdict in others]
         if chosen and chosen.best:
-            best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
+            best, ranks = chosen.best, format_count(self.ranks, "rank")
             plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
             title = "The best" if self.by == "speed" else "What needs least memory"
             sentences.insert(0, f"{title} for {ranks}, as predicted, is {plan}: {self._format_numbers(best)}.")

@@ -14,6 +14,7 @@ from mpi4dl_nb.engines.formatting import (
     FactTable,
     describe_unknown,
     format_bytes,
+    format_count,
     format_number,
     format_percent,
     format_shares,
@@ -193,7 +194,7 @@ class Scaling(FactTable):
     @property
     def facts(self) -> dict[str, object]:
         return {
-            f"{point.ranks:,} rank{'s' * (point.ranks > 1)}": f"{format_number(point.images_per_s)} images/s, "
+            format_count(point.ranks, "rank"): f"{format_number(point.images_per_s)} images/s, "
             f"efficiency {format_percent(self.compute_efficiency(point))}"
             for point in self.points
         }

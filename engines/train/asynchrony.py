@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_seconds
+from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_count, format_seconds
 from mpi4dl_nb.engines.plan import Plan
 
 MODES = ("synchronous", "server", "peers")
@@ -95,7 +95,7 @@ class Asynchrony:
                 "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
             )
         if ranks < (needed := self.count_ranks(plan)):
-            wanted = f"{plan.ranks} rank{'s'[: plan.ranks > 1]}{' and a server' * (self.mode == 'server')}"
+            wanted = format_count(plan.ranks, "rank") + " and a server" * (self.mode == "server")
             raise PlanError(
                 f"{self.replicas} replicas of {wanted} need {needed} ranks, but there are {ranks}. "
                 f"Start {needed} ranks, or use fewer replicas."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl_nb.engines.errors import CheckpointError
+from mpi4dl_nb.engines.formatting import format_count
 from mpi4dl_nb.engines.train.checkpoint_files import TRAINING, read_identity, read_manifest
 from mpi4dl_nb.engines.train.checkpoint_folder import find_checkpoints, list_checkpoints, make_damaged_error
 
@@ -64,7 +65,7 @@ def describe_others(folder: Path, identity: str) -> str:
         return ""
     count = len(set(others))
     return (
-        f"{folder} has {len(others)} checkpoint{'s'[: len(others) > 1]} of {count} other training{'s'[: count > 1]}: "
+        f"{folder} has {format_count(len(others), 'checkpoint')} of {format_count(count, 'other training')}: "
         "saving leaves them there. To go on with one of them, load it by its name; otherwise remove them, or save "
         "elsewhere."
     )

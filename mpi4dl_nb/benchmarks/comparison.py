@@ -20,7 +20,7 @@ from mpi4dl_nb.draw.timeline import LOOKS
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent, format_seconds
+from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_percent, format_seconds
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.program import Traffic, count_traffic
@@ -151,7 +151,7 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     stale.xaxis.set_major_locator(MaxNLocator(integer=True))
     stale.yaxis.set_major_locator(MaxNLocator(integer=True))
     chosen = shown[0].asynchrony
-    copies = f"{chosen.replicas} replica{'s'[: chosen.replicas > 1]}, {shown[0].images_per_batch} images in each batch"
+    copies = f"{format_count(chosen.replicas, 'replica')}, {shown[0].images_per_batch} images in each batch"
     slow = [f"replica {number} sleeps {seconds:g} s in each step" for number, seconds in chosen.slow.items() if seconds]
     title = "; ".join([copies, *slow])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)

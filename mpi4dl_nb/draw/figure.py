@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -121,28 +120,6 @@ def format_size(shape: Sequence[int]) -> str:
     '256 × 1'
     """
     return f"{shape[0]} × {shape[1]}"
-
-
-def format_count(count: int, name: str) -> str:
-    """
-    >>> format_count(1, "rank"), format_count(2048, "rank")
-    ('1 rank', '2,048 ranks')
-    """
-    return f"{count:,} {name}{'s' * (count != 1)}"
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """
-    >>> format_ranks([4]), format_ranks([0, 1]), format_ranks([0, 1, 2, 5]), format_ranks([3, 2, 1])
-    ('rank 4', 'ranks 0, 1', 'ranks 0 to 2, 5', 'ranks 3 to 1')
-    """
-    # Ranks of mirrored stages fall. In a run, rank - index is constant if ranks rise, rank + index if they fall.
-    way = -1 if len(ranks) > 1 and ranks[1] < ranks[0] else 1
-    runs: list[str] = []
-    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - way * pair[0]):
-        members = [rank for _, rank in run]
-        runs += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(runs)}"
 
 
 # Rows of bars, one row per rank, as shared by the charts of time.

@@ -7,22 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from matplotlib.axes import Axes
 from torch import nn
 
-from mpi4dl_nb.draw.figure import (
-    BLUE,
-    CASING,
-    INK,
-    ORANGE,
-    BarStyle,
-    Drawing,
-    Style,
-    draw_legend,
-    draw_stacks,
-    format_count,
-    format_ranks,
-)
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, BarStyle, Drawing, Style, draw_legend, draw_stacks
 from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_ranks
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.explain import describe_plan
@@ -101,7 +89,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     layers = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
     if others := [kinds for name, kinds in moment.layers.items() if name not in large]:
         total = {kind: sum(kinds.get(kind, 0) for kinds in others) for kind in LOOKS}
-        layers.append((f"{len(others)} other layer{'s'[: len(others) > 1]}", total))
+        layers.append((format_count(len(others), "other layer"), total))
     layers += [("of no layer", moment.rest)] if moment.rest else []
     heights = [ROW_IN * len(ranks) + 0.5, CURVE_IN, ROW_IN * len(layers) + 0.5]
     figure = Drawing(figsize=(11, 2.1 + sum(heights)), layout="constrained")

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpi4dl_nb.draw.figure import format_count
 from mpi4dl_nb.draw.rank_map import group_loads
-from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_seconds
+from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_seconds
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, StageRanks
 from mpi4dl_nb.engines.predict.forecast import Forecast, RankLoad

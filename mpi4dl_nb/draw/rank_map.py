@@ -10,11 +10,11 @@ from textwrap import shorten
 from matplotlib.axes import Axes
 from torch import nn
 
-from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, Style, draw_boxes, format_ranks, write_first_fit
+from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, Style, draw_boxes, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
-from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_seconds
+from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_ranks, format_seconds
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Pipeline, StageRanks

@@ -18,12 +18,11 @@ from mpi4dl_nb.draw.figure import (
     Style,
     draw_legend,
     draw_stacks,
-    format_count,
     write_first_fit,
     write_row_ends,
 )
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent
+from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_percent
 from mpi4dl_nb.engines.predict.explain import Verdict, describe_plan
 from mpi4dl_nb.engines.predict.sizes import Limit
 from mpi4dl_nb.engines.predict.studies import Capabilities, Scaling

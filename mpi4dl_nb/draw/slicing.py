@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from torch import nn
 
-from mpi4dl_nb.draw.figure import INK, Drawing, format_count, format_size
+from mpi4dl_nb.draw.figure import INK, Drawing, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
     HaloPoint,
@@ -56,7 +56,7 @@ from mpi4dl_nb.draw.tilemap import (
 from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes, format_microns
+from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes, format_count, format_microns
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.images.picture import Source, open_image

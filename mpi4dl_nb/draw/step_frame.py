@@ -13,7 +13,6 @@ import matplotlib as mpl
 import numpy as np
 from torch import Tensor
 
-from mpi4dl_nb.draw.figure import format_ranks
 from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.stepper import (
     DONE,
@@ -30,7 +29,7 @@ from mpi4dl_nb.draw.stepper import (
     name_strips,
 )
 from mpi4dl_nb.draw.timeline import SLOTS
-from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.formatting import format_bytes, format_ranks
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
 from mpi4dl_nb.engines.train.step_events import DebuggedStep, RankEvent, RankPanel, StepEvent, StepView, Transfer
 

@@ -16,13 +16,13 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, Style, format_ranks, format_size
+from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, Style, format_size
 from mpi4dl_nb.draw.tilemap import NOT_OWN, PADDING
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
 from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.formatting import format_bytes, format_ranks
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.plan.schedule import Schedule
 from mpi4dl_nb.engines.train.step_events import (

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl_nb.engines.errors import PlanError, RankError
+from mpi4dl_nb.engines.formatting import format_ranks
 from mpi4dl_nb.engines.images.regular_file import read_bounded
 
 # A name, or a user and a name. Neither begins with a dash, which ssh, srun and mpiexec would take for a flag. Nor is
@@ -68,15 +69,6 @@ def _shorten(value: object) -> str:
     except ValueError:  # a number with thousands of digits
         text = f"a very large {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:100]}... ({len(text):,} characters)"
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words.
-
-    >>> format_ranks(range(3)), format_ranks([4])
-    ('ranks 0, 1, 2', 'rank 4')
-    """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | None) -> tuple[Host, ...]:

@@ -13,7 +13,7 @@ from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster.cluster import HELP
 from mpi4dl_nb.engines.compiler.stages import Layer, cut_stages, find_layers
 from mpi4dl_nb.engines.errors import CheckpointError, DamagedError, PlanError, RankError
-from mpi4dl_nb.engines.formatting import format_seconds
+from mpi4dl_nb.engines.formatting import format_count, format_seconds
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.predict.search import generate_plans, search
 from mpi4dl_nb.engines.train.checkpoint_owner import check_outline, read_outline
@@ -88,7 +88,7 @@ class FailureRecovery:
                 if tried + 1 == _TRIES:
                     raise failure from error
         lost = now.steps - self.mark.steps
-        again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
+        again = f"{format_count(lost, 'step')} done again" if lost else "no step is lost"
         why = str(error).removesuffix(HELP).rstrip()
         text = f"Healed in {format_seconds(time.perf_counter() - start_s, 2)}, {again}. What went wrong: {why}"
         return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)

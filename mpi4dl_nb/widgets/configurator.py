@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster.cluster import Cluster
-from mpi4dl_nb.draw.figure import Drawing, format_count
+from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.plan_picture import (
     MOST_BLOCKS,
     PlanShape,
@@ -27,6 +27,7 @@ from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.engines.cli.plan_options import GRID, describe_texts, find_plan_option
 from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, TraceError
+from mpi4dl_nb.engines.formatting import format_count
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast
@@ -309,7 +310,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         """Show the memory and the time of each rank, or the reason why they cannot be counted."""
         if not self._counting.pause(COUNT_AFTER_S, is_asked):
             return
-        for wanted in (None, machine)[machine is None :]:  # first the memory, then the time too
+        for wanted in (None, machine) if machine else (None,):  # first the memory, then the time too
             why = ""
             compiled: CompiledPlan | None
             try:
