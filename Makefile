@@ -65,14 +65,26 @@ demo: $(STAMP)
 lab: $(STAMP)
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB_FLAGS)
 
+# ESLint and TypeScript for the modules of the page, in the versions of a lock file, by the node that `setup` installs.
+PAGE_LINT := tests/page/lint
+PAGE_TOOLS := $(PAGE_LINT)/node_modules
+
+$(PAGE_TOOLS)/.installed: $(PAGE_LINT)/package-lock.json | $(STAMP)
+	@cd $(PAGE_LINT) && PATH="$(CURDIR)/$(BIN):$$PATH" npm ci --silent || { \
+		echo "\`npm ci\` in $(PAGE_LINT) failed: ESLint and TypeScript come from the npm registry, over a network." >&2; \
+		exit 1; }
+	@touch $@
+
 SEED ?= 0
 COUNT ?= 10
 export SEED
 
-lint: $(STAMP)
+lint: $(STAMP) $(PAGE_TOOLS)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/node $(PAGE_TOOLS)/eslint/bin/eslint.js -c $(PAGE_LINT)/eslint.config.js mpi4dl_nb/page tests/page
+	$(BIN)/node $(PAGE_TOOLS)/typescript/bin/tsc -p $(PAGE_LINT)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
@@ -131,5 +143,5 @@ gpu-check:
 	$(PYTHON) -m mpi4dl_nb.engines gpu-check
 
 clean:
-	rm -rf .venv .coverage* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .coverage* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(PAGE_TOOLS)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -101,9 +101,9 @@ test("the pixel under the pointer is found, in halos too", () => {
 });
 
 test("a halo is what is held around the own tile, each pixel once", () => {
-  const tiles = cutHalo([0, 0, 10, 10], [2, 3, 8, 10]), count = (test) => {
+  const tiles = cutHalo([0, 0, 10, 10], [2, 3, 8, 10]), count = (holds) => {
     let found = 0;
-    for (let row = 0; row < 10; row++) for (let col = 0; col < 10; col++) found += test(row, col);
+    for (let row = 0; row < 10; row++) for (let col = 0; col < 10; col++) found += holds(row, col);
     return found;
   };
   assert.equal(count((row, col) => tiles.filter((tile) => isInside(tile, row, col)).length), 100 - 6 * 7);

@@ -1,6 +1,7 @@
 // An image with alt text, which the kernel replaces.
+/** @type {(room: Room<FigureValues>) => () => void} */
 function render({ model, el }) {
-  const [frame, image, night] = ["div", "img", "i"].map((name) => document.createElement(name));
+  const frame = document.createElement("div"), image = document.createElement("img"), night = document.createElement("i");
   frame.className = "mpi4dl-drawing";
   image.className = "mpi4dl-figure";
   frame.append(image, night);

@@ -1,4 +1,5 @@
 // The browser's own slider, which can have an accessible name and handles all keys.
+/** @type {(room: Room<RangeValues>) => () => void} */
 function render({ model, el }) {
   const bar = document.createElement("input");
   bar.type = "range";
@@ -8,9 +9,9 @@ function render({ model, el }) {
   el.append(bar);
 
   const show = () => {
-    bar.min = model.get("min"); // limits first, since the browser clamps the value to them
-    bar.max = model.get("max");
-    bar.value = model.get("value");
+    bar.min = String(model.get("min")); // limits first, since the browser clamps the value to them
+    bar.max = String(model.get("max"));
+    bar.value = String(model.get("value"));
     bar.ariaLabel = model.get("label");
     bar.title = model.get("tip");
   };

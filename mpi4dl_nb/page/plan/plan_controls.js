@@ -151,7 +151,7 @@ export class PlanControls {
   /** Show the errors by the name of the control that causes each, in the place that is kept free for them. */
   showErrors(errors) {
     const found = Object.entries(errors);
-    const words = found.map(([name, text]) => `⚠ ${text}`);
+    const words = found.map(([, text]) => `⚠ ${text}`);
     if (this.alert.textContent !== words.join(" ")) this.alert.textContent = words.join(" ");
     for (const [name, { row, inputs, option }] of this.rows) {
       const covers = option.name === "grid" && ("slice_method" in errors || "num_spatial_parts" in errors);

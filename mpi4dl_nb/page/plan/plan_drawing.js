@@ -70,7 +70,7 @@ export function fillFront(front, share) {
  * Draw one block of a rank, filled from below like a tank with its memory as a share of that of the fullest rank, and
  * with its number on its front if there is room. `load` has `level` and `share`; none if they are not known.
  */
-export function drawBlock(context, box, transform, load, colours) {
+export function drawBlock(context, box, transform, load) {
   const level = load?.level ?? -1;
   const [front, top, left] = getBlockFaces(level);
   context.lineWidth = 1;

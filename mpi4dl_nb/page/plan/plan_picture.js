@@ -111,10 +111,10 @@ export class PlanPicture {
     // Flows out of a sheet are drawn before it, so that they begin at its edge and no number is crossed out.
     drawFlows(context, scene.flows[0] ?? [], transform, colours);
     drawImageSheet(context, scene, transform, colours);
-    this.stages.forEach((stage, number) => {
+    this.stages.forEach((_, number) => {
       drawFlows(context, scene.flows[number + 1] ?? [], transform, colours);
       for (const box of scene.boxes) {
-        if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block), colours);
+        if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block));
       }
     });
     writeSheetName(context, scene.foot, transform, "image", `${this.size[0]} x ${this.size[1]} px`, room, colours);

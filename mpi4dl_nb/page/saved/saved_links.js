@@ -3,7 +3,8 @@
 import { unpackBytes } from "./saved_model.js";
 import { SavedPlans } from "./saved_plans.js";
 
-/** Let values of different views be the same: `same` lists them, each as [number of the view, name]. */
+/** Let values of different views be the same: `same` lists them, each as [number of the view, name].
+ * @type {(models: SavedModel[], same: [number, string][][]) => void} */
 function linkSame(models, same) {
   for (const group of same) {
     for (const [from, name] of group) {
@@ -20,14 +21,23 @@ function linkSame(models, same) {
  * `layers` the layer of each event (-1 for none), and `pictures` the memory: of all ranks together, then of each.
  */
 class Selection {
+  /** @param {SavedModel[]} models
+   * @param {SelectionLinks} links */
   constructor(models, { timed, ranks, layers, pictures }) {
-    Object.assign(this, { ranks, layers, slicer: models[0], timeline: timed ? models[1] : undefined, memory: models.at(-1) });
+    this.ranks = ranks;
+    this.layers = layers;
+    this.slicer = models[0];
+    this.timeline = timed ? models[1] : undefined;
+    this.memory = models[models.length - 1];
+    this.isFollowing = this.isAsked = false;
     this.pictures = pictures.map(([png, alt, paper]) => ({ png: unpackBytes(png), alt, paper }));
     this.listen(this.slicer, ["layer", "tile"], () => this.followSlicer());
-    if (this.timeline) this.listen(this.timeline, ["selected", "rank"], () => this.followTimeline());
+    const { timeline } = this;
+    if (timeline) this.listen(timeline, ["selected", "rank"], () => this.followTimeline(timeline));
   }
 
-  /** Call `follow` once after one or more of the values were set by a person, and not by another view. */
+  /** Call `follow` once after one or more of the values were set by a person, and not by another view.
+   * @type {(model: SavedModel, names: string[], follow: () => void) => void} */
   listen(model, names, follow) {
     const observe = () => {
       if (this.isFollowing || this.isAsked) return;
@@ -48,8 +58,9 @@ class Selection {
     this.showMemory(rank);
   }
 
-  followTimeline() {
-    const rank = this.timeline.get("rank"), event = this.timeline.get("selected");
+  /** @type {(timeline: SavedModel) => void} */
+  followTimeline(timeline) {
+    const rank = timeline.get("rank"), event = timeline.get("selected");
     const named = event < 0 ? -1 : this.layers[event], wanted = named < 0 ? this.slicer.get("layer") : named;
     const other = this.ranks.findIndex((each) => each.includes(rank));
     const layer = this.ranks[wanted].includes(rank) || other < 0 ? wanted : other;
@@ -58,12 +69,14 @@ class Selection {
     this.showMemory(rank);
   }
 
+  /** @type {(rank: number) => void} */
   showMemory(rank) {
     for (const [name, value] of Object.entries(this.pictures[rank + 1])) this.memory.set(name, value);
   }
 }
 
-/** Link the models of one widget's views, as `links` says. */
+/** Link the models of one widget's views, as `links` says.
+ * @type {(models: SavedModel[], links: ViewLinks) => void} */
 export function linkModels(models, { same, selection, plans }) {
   if (same) linkSame(models, same);
   if (selection) new Selection(models, selection);

@@ -1,6 +1,7 @@
 // What stands in place of the kernel in a page that was saved: the values of a view, and the answers stored with it.
 
-/** Turns base64 into bytes. */
+/** Turns base64 into bytes.
+ * @type {(text: string) => Bytes} */
 export function unpackBytes(text) {
   return new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
 }
@@ -14,14 +15,25 @@ const MARKS = ["asked", "serial"]; // of a message, by which a page knows the an
  * refused in the words of `reason`, unless `handlers` has a function for it: of the value, and of the whole message.
  */
 export class SavedModel {
+  /** @param {SavedValues} values
+   * @param {Answers<Bytes>} answers
+   * @param {string} reason */
   constructor(values, answers, reason) {
-    Object.assign(this, { values: { ...values, unavailable: reason }, answers, handlers: {}, observers: new Map() });
+    /** @type {SavedValues} */
+    this.values = { ...values, unavailable: reason };
+    this.answers = answers;
+    /** @type {Record<string, MessageHandler>} */
+    this.handlers = {};
+    /** @type {Map<string, Observer[]>} */
+    this.observers = new Map();
   }
 
+  /** @type {<Name extends keyof SavedValues>(name: Name) => SavedValues[Name]} */
   get(name) {
     return this.values[name];
   }
 
+  /** @type {<Name extends keyof SavedValues>(name: Name, value: SavedValues[Name]) => void} */
   set(name, value) {
     if (this.values[name] === value) return;
     this.values[name] = value;
@@ -31,21 +43,25 @@ export class SavedModel {
   /** Nobody is told: there is no kernel. */
   save_changes() {}
 
+  /** @type {(events: string, observer: Observer) => void} */
   on(events, observer) {
     for (const event of events.split(" ")) this.observers.set(event, [...(this.observers.get(event) ?? []), observer]);
   }
 
+  /** @type {(events: string, observer: Observer) => void} */
   off(events, observer) {
     for (const event of events.split(" ")) {
       this.observers.set(event, (this.observers.get(event) ?? []).filter((each) => each !== observer));
     }
   }
 
-  call(event, ...rest) {
-    for (const observer of this.observers.get(event) ?? []) observer(...rest);
+  /** @type {(event: string, content?: object, buffers?: Bytes[]) => void} */
+  call(event, content = {}, buffers = []) {
+    for (const observer of this.observers.get(event) ?? []) observer(content, buffers);
   }
 
-  /** Answer a message as the kernel would: later, and with a last word if the page waits for one. */
+  /** Answer a message as the kernel would: later, and with a last word if the page waits for one.
+   * @type {(message: SavedMessage) => void} */
   send(message) {
     setTimeout(() => {
       for (const [name, value] of Object.entries(message)) {
@@ -56,6 +72,7 @@ export class SavedModel {
     });
   }
 
+  /** @type {(name: string, value: unknown) => void} */
   answer(name, value) {
     for (const item of Array.isArray(value) ? value : [value]) {
       const stored = this.answers[name]?.[JSON.stringify(item)];

@@ -7,26 +7,31 @@ import { linkModels } from "./saved_links.js";
 
 const DARK_SCHEME = "(prefers-color-scheme: dark)";
 
-/** Return the object in a packed text: JSON, compressed, in base64. Throws if a byte of it is not what was saved. */
+/** Return the object in a packed text: JSON, compressed, in base64. Throws if a byte of it is not what was saved.
+ * @type {(text: string) => Promise<PackedPart>} */
 async function unpack(text) {
   const stream = new Blob([unpackBytes(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
   return JSON.parse(await new Response(stream).text());
 }
 
-/** Return the model of a view that was unpacked. */
+/** Return the model of a view that was unpacked.
+ * @type {(view: PackedView, reason: string) => SavedModel} */
 function makeModel({ values, binary, answers }, reason) {
   const bytes = Object.fromEntries(Object.entries(binary).map(([name, text]) => [name, unpackBytes(text)]));
+  /** @type {(answer: [object, string[]]) => Answer} */
   const unpackAnswer = ([content, buffers]) => [content, buffers.map(unpackBytes)];
+  /** @type {<From, To>(object: Record<string, From>, change: (value: From) => To) => Record<string, To>} */
   const mapValues = (object, change) => Object.fromEntries(
     Object.entries(object).map(([name, value]) => [name, change(value)]));
   return new SavedModel({ ...values, ...bytes }, mapValues(answers, (each) => mapValues(each, unpackAnswer)), reason);
 }
 
-/** Show a part of the page in its section. A part that is damaged says so, and the others are shown. */
+/** Show a part of the page in its section. A part that is damaged says so, and the others are shown.
+ * @type {(section: Element, makers: MakeView[], reason: string) => Promise<void>} */
 async function showPart(section, makers, reason) {
-  const room = section.querySelector(".mpi4dl-saved-views");
+  const room = /** @type {Element} */ (section.querySelector(".mpi4dl-saved-views"));
   try {
-    const { views, links } = await unpack(section.querySelector("script").textContent);
+    const { views, links } = await unpack(section.querySelector("script")?.textContent ?? "");
     const models = views.map((view) => makeModel(view, reason));
     linkModels(models, links);
     for (const [index, { code }] of views.entries()) {
@@ -35,17 +40,20 @@ async function showPart(section, makers, reason) {
       await makers[code]().render({ model: models[index], el });
     }
   } catch (error) {
-    const text = `⚠ This part of the page is damaged, and cannot be shown (${error.message}). Ask for the file again.`;
+    const why = error instanceof Error ? error.message : error;
+    const text = `⚠ This part of the page is damaged, and cannot be shown (${why}). Ask for the file again.`;
     room.replaceChildren(makeElement("p", { role: "alert", class: "mpi4dl-saved-damaged", text }));
   }
 }
 
-/** Resolve once the page has a size. In a notebook's frame it has none while the widget is live beside it. */
+/** Resolve once the page has a size. In a notebook's frame it has none while the widget is live beside it.
+ * @type {() => Promise<void>} */
 async function awaitSize() {
-  if (!innerWidth) await new Promise((resolve) => addEventListener("resize", resolve, { once: true }));
+  if (!innerWidth) await new Promise((resolve) => { addEventListener("resize", resolve, { once: true }); });
 }
 
-/** Show all parts of the page. `makers` are functions that return the module of a view, by its number. */
+/** Show all parts of the page. `makers` are functions that return the module of a view, by its number.
+ * @type {(makers: MakeView[], reason: string) => Promise<void>} */
 async function showPage(makers, reason) {
   await awaitSize();
   const dark = matchMedia(DARK_SCHEME);

@@ -1,21 +1,26 @@
 // Elements of a page: HTML and SVG elements with attributes, buttons, a tooltip, a drawing loop, and the reader's
 // preferences.
 
-/** Return a new HTML element with attributes and children; `text` is its text. */
+/** Return a new HTML element with attributes and children; `text` is its text.
+ * @type {<Name extends keyof HTMLElementTagNameMap>(name: Name, attributes?: Attributes, ...children: Child[]) =>
+ * HTMLElementTagNameMap[Name]} */
 export function makeElement(name, attributes = {}, ...children) {
   return fillElement(document.createElement(name), attributes, children);
 }
 
-/** Return a new SVG element with attributes and children. */
+/** Return a new SVG element with attributes and children.
+ * @type {<Name extends keyof SVGElementTagNameMap>(name: Name, attributes?: Attributes, ...children: Child[]) =>
+ * SVGElementTagNameMap[Name]} */
 export function makeSvg(name, attributes = {}, ...children) {
   return fillElement(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
 
+/** @type {<Made extends Element>(element: Made, attributes: Attributes, children: Child[]) => Made} */
 function fillElement(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "text") element.textContent = value;
+    if (name === "text") element.textContent = String(value ?? "");
     else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+    else if (value !== false && value !== undefined) element.setAttribute(name, String(value));
   }
   element.append(...children);
   return element;
@@ -24,6 +29,7 @@ function fillElement(element, attributes, children) {
 /**
  * Return a button that calls `act`, but not while its `aria-disabled` is "true". Unlike one with `disabled`, it keeps
  * the focus then, so that the keyboard goes on from there.
+ * @type {(text: string, title: string | undefined, act: () => void, attributes?: Attributes) => HTMLButtonElement}
  */
 export function makeButton(text, title, act, attributes = {}) {
   const button = makeElement("button", { type: "button", text, title, ...attributes });
@@ -31,10 +37,12 @@ export function makeButton(text, title, act, attributes = {}) {
   return button;
 }
 
-/** Call `rebuild`. If it removes the focused button of `host`, focus the new one of the same name, or else `host`. */
+/** Call `rebuild`. If it removes the focused button of `host`, focus the new one of the same name, or else `host`.
+ * @type {(host: HTMLElement, rebuild: () => void) => void} */
 export function keepFocus(host, rebuild) {
+  /** @type {(element: Element) => string} */
   const name = (element) => element.getAttribute("aria-label") ?? element.textContent;
-  const held = host.contains(document.activeElement) ? name(document.activeElement) : null;
+  const focused = document.activeElement, held = focused && host.contains(focused) ? name(focused) : null;
   rebuild();
   if (held === null || host.contains(document.activeElement)) return;
   const successor = [...host.querySelectorAll("button")].find((button) => name(button) === held);
@@ -44,6 +52,7 @@ export function keepFocus(host, rebuild) {
 /**
  * Return a button "?" that opens a list of keys over the upper right corner of `host`. `keys` are [keys, what they do].
  * It is closed by the button, by Escape, and when the focus leaves both.
+ * @type {(host: HTMLElement, keys: string[][]) => HTMLButtonElement}
  */
 export function makeKeyHelp(host, keys) {
   const id = `mpi4dl-keys-${Math.random().toString(36).slice(2)}`;
@@ -52,13 +61,14 @@ export function makeKeyHelp(host, keys) {
     class: "mpi4dl-key-help", id, role: "region", "aria-label": "Keys", tabindex: "0", hidden: true,
     "data-lm-suppress-shortcuts": "true",
   }, makeElement("dl", {}, ...lines));
+  /** @type {(isOpen: boolean) => void} */
   const show = (isOpen) => {
     list.hidden = !isOpen;
     button.setAttribute("aria-expanded", String(isOpen));
   };
-  const button = makeButton("?", "Keys", () => show(list.hidden), { "aria-label": "Keys", "aria-controls": id });
+  const button = makeButton("?", "Keys", () => show(list.hidden !== false), { "aria-label": "Keys", "aria-controls": id });
   show(false);
-  for (const part of [button, list]) {
+  for (const part of /** @type {HTMLElement[]} */ ([button, list])) {
     part.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !list.hidden) {
         show(false);
@@ -67,7 +77,7 @@ export function makeKeyHelp(host, keys) {
       event.stopPropagation(); // in the list, keys scroll it
     });
     part.addEventListener("focusout", ({ relatedTarget }) => {
-      if (relatedTarget && relatedTarget !== button && !list.contains(relatedTarget)) show(false);
+      if (relatedTarget instanceof Node && relatedTarget !== button && !list.contains(relatedTarget)) show(false);
     });
   }
   for (const name of ["click", "pointermove"]) list.addEventListener(name, (event) => event.stopPropagation());
@@ -78,6 +88,7 @@ export function makeKeyHelp(host, keys) {
 /**
  * Keep an element within the `max_height` of a model, in px, or else within the window, and call `resize` when either
  * changes. Return a function that stops.
+ * @type {(element: HTMLElement, model: Model<PageValues>, resize: () => void) => () => void}
  */
 export function boundHeight(element, model, resize) {
   const bound = () => {
@@ -94,7 +105,8 @@ export function boundHeight(element, model, resize) {
   };
 }
 
-/** Return the px that an element is at most high, see page.css. */
+/** Return the px that an element is at most high, see page.css.
+ * @type {(element: Element) => number} */
 export function readHeightLimit(element) {
   return parseFloat(getComputedStyle(element).maxHeight) || innerHeight;
 }
@@ -106,13 +118,15 @@ export function prefersReducedMotion() {
 
 /** A small text box beside the pointer, in `host`. It is no announcement: what it says is also in the host's status. */
 export class Tooltip {
+  /** @param {HTMLElement} host */
   constructor(host) {
     this.host = host;
     this.box = makeElement("div", { class: "mpi4dl-tooltip", "aria-hidden": "true", hidden: true });
     host.append(this.box);
   }
 
-  /** Show lines of text beside (x, y) in px of the host; on the side where there is room. */
+  /** Show lines of text beside (x, y) in px of the host; on the side where there is room.
+   * @type {(lines: string[], x: number, y: number) => void} */
   show(lines, x, y) {
     this.box.replaceChildren(...lines.map((line) => makeElement("div", { text: line })));
     this.box.hidden = false;
@@ -128,7 +142,8 @@ export class Tooltip {
   }
 }
 
-/** Return a function that calls `draw` before the next frame, once, however often it is called. */
+/** Return a function that calls `draw` before the next frame, once, however often it is called.
+ * @type {(draw: () => void) => FrameLoop} */
 export function makeFrameLoop(draw) {
   let asked = 0;
   const request = () => {
@@ -138,20 +153,25 @@ export function makeFrameLoop(draw) {
   return request;
 }
 
+/** @type {Theme} */
 const LIGHT = { ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2" };
 
 /**
  * Return the colours of the theme in which an element is shown, light or dark: those of page.css, by name.
  *
  * They are known once the element is in the page, which it is when it first has a size.
+ * @type {(element: Element) => Theme}
  */
 export function readColours(element) {
   const style = getComputedStyle(element);
-  const read = ([name, light]) => [name, style.getPropertyValue(`--${name}`).trim() || light];
-  return Object.fromEntries(Object.entries(LIGHT).map(read));
+  /** @type {(name: keyof Theme) => string} */
+  const read = (name) => style.getPropertyValue(`--${name}`).trim() || LIGHT[name];
+  const [ink, faint, paper] = [read("ink"), read("faint"), read("paper")];
+  return { ink, faint, paper, panel: read("panel"), line: read("line"), brand: read("brand") };
 }
 
-/** Call `redraw` when the theme of the page may have changed. Return a function that stops. */
+/** Call `redraw` when the theme of the page may have changed. Return a function that stops.
+ * @type {(redraw: () => void) => () => void} */
 export function watchTheme(redraw) {
   const themes = new MutationObserver(() => redraw());
   themes.observe(document.body, { attributeFilter: ["data-jp-theme-light", "style", "class"] });

@@ -5,8 +5,10 @@ export const DRAG_PX = 4; // a pointer that moves less has clicked
 /**
  * Call `begin(event)` when a pointer is pressed on an element, `move(event)` when it moves, and `end(event)` when it is
  * released. Other buttons are ignored, and other pointers until then. `hover(event)` is for moves without a drag.
+ * @type {(element: HTMLElement, acts: DragActs, options?: AddEventListenerOptions) => void}
  */
 export function listenToDrag(element, { begin, move, end = () => {}, hover = () => {} }, options = {}) {
+  /** @type {number | null} */
   let pointer = null;
   element.addEventListener("pointerdown", (event) => {
     if (event.button || pointer !== null) return;
@@ -18,7 +20,7 @@ export function listenToDrag(element, { begin, move, end = () => {}, hover = () 
     if (pointer === null) hover(event);
     else if (event.pointerId === pointer) move(event);
   }, options);
-  for (const name of ["pointerup", "pointercancel"]) {
+  for (const name of /** @type {const} */ (["pointerup", "pointercancel"])) {
     element.addEventListener(name, (event) => {
       if (event.pointerId !== pointer) return;
       pointer = null;

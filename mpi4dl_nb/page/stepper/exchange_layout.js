@@ -70,7 +70,7 @@ export function placePanels(meta, cells) {
     const rooms = group.panels.map((panel) => getRoom(cells[panel.rank]));
     const reaches = group.panels.map((panel) => findReach(panel, group, meta.messages, groups));
     const sizes = reaches.map(([top, left, bottom, right]) => [right - left, bottom - top]);
-    const shared = Math.min(...group.panels.map((panel, at) => fitRoom(sizes[at], rooms[at])));
+    const shared = Math.min(...group.panels.map((_, at) => fitRoom(sizes[at], rooms[at])));
     group.panels.forEach((panel, at) => {
       const [left, top, width, height] = rooms[at], [wide, high] = sizes[at];
       const scale = panel.square ? [shared, shared] : [width / wide, Math.min(height / high, 0.5 * height)];

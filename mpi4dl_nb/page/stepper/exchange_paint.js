@@ -75,7 +75,8 @@ export class ExchangePainter extends RankPainter {
     context.setLineDash([]);
     context.beginPath();
     for (let part = 0; part <= 16; part++) context.lineTo(...findCentre(bendBetween(from, to, part / 16)));
-    focused ? this.strokeCased() : context.stroke();
+    if (focused) this.strokeCased();
+    else context.stroke();
     const tip = findCentre(to), near = findCentre(bendBetween(from, to, 0.93));
     const turn = Math.atan2(tip[1] - near[1], tip[0] - near[0]), size = focused ? 8 : 5;
     context.fillStyle = context.strokeStyle;

@@ -104,8 +104,8 @@ export class RankPainter {
       draw(left, top, width, height);
       context.restore();
     };
-    for (const tile of borrowed) mark(tile, look.tint, (...place) => this.drawStripes(...place));
-    for (const tile of padding) mark(tile, look.padding, (...place) => this.drawDots(...place));
+    for (const tile of borrowed) mark(tile, look.tint, (...box) => this.drawStripes(...box));
+    for (const tile of padding) mark(tile, look.padding, (...box) => this.drawDots(...box));
   }
 
   drawStripes(left, top, width, height) {

@@ -196,7 +196,8 @@ class StepperView {
     this.controls.paint(this.look);
     if (!this.moves) return;
     this.moves = this.progress < 1;
-    this.moves ? this.request() : this.settle();
+    if (this.moves) this.request();
+    else this.settle();
   }
 
   choose(index) {

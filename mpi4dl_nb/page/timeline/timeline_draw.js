@@ -132,7 +132,7 @@ function drawLane(context, { layout, strips, fills }, { boxes, strip, height }, 
 function drawLabels(context, scene, row, top, scale) {
   const { layout, words, events, span } = scene, [work, messages] = layout.lanes;
   const runs = scene.runs[row], [first, last] = findVisible(runs, span);
-  const lane = scene.lanes[row][0];
+  const [workLane, messageLane] = scene.lanes[row];
   const place = (start, end) => [
     Math.max(layout.left + (start - span.start) * scale, layout.left),
     Math.min(layout.left + (end - span.start) * scale, layout.left + layout.plot),
@@ -140,13 +140,13 @@ function drawLabels(context, scene, row, top, scale) {
   for (let run = first; run < last; run++) {
     const [from, to] = place(runs.start[run], runs.end[run]);
     if (to - from < 18) continue;
-    const bars = findVisible(lane, { start: runs.start[run], end: runs.end[run] });
+    const bars = findVisible(workLane, { start: runs.start[run], end: runs.end[run] });
     if ((runs.end[run] - runs.start[run]) * scale / (bars[1] - bars[0]) < 46)
-      writeLabel(context, scene, [runs.label[run]], from, to, top + work.top, work.height, lane, bars[0]);
+      writeLabel(context, scene, [runs.label[run]], from, to, top + work.top, work.height, workLane, bars[0]);
   }
-  const label = (lane, box, name) => {
-    const [bars, boxes] = [findVisible(lane, span), box];
-    for (let bar = bars[0]; bar < bars[1]; bar++) {
+  const label = (lane, boxes, name) => {
+    const [begin, stop] = findVisible(lane, span);
+    for (let bar = begin; bar < stop; bar++) {
       if ((lane.end[bar] - lane.start[bar]) * scale < 26) continue;
       writeLabel(context, scene, name(lane, bar), ...place(lane.start[bar], lane.end[bar]), top + boxes.top,
         boxes.height, lane, bar);
@@ -163,8 +163,8 @@ function drawLabels(context, scene, row, top, scale) {
     const kind = words.kinds[events.kind[lane.event[bar]]];
     return [`${kind} · ${nameEvent(events, words, lane.event[bar])}`, kind];
   };
-  label(lane, work, nameWork);
-  label(scene.lanes[row][1], messages, nameMessage);
+  label(workLane, work, nameWork);
+  label(messageLane, messages, nameMessage);
 }
 
 function shareForms(share) {

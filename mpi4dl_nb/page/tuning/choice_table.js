@@ -1,4 +1,5 @@
 // A table with a radio button in each row. The arrow keys move the choice, as in any radio group. A summary folds it.
+/** @type {(room: Room<ChoiceValues>) => () => void} */
 function render({ model, el }) {
   const fold = document.createElement("details"), summary = document.createElement("summary");
   const table = document.createElement("div");
@@ -13,7 +14,8 @@ function render({ model, el }) {
   };
   const group = `choice-${crypto.randomUUID?.() ?? Math.random()}`;
 
-  const inputs = () => [...el.querySelectorAll("input[type=radio]")];
+  /** @type {() => HTMLInputElement[]} */
+  const inputs = () => [.../** @type {NodeListOf<HTMLInputElement>} */ (el.querySelectorAll("input[type=radio]"))];
   const mark = () =>
     inputs().forEach((input) => {
       input.checked = input.value === model.get("chosen");
@@ -28,10 +30,12 @@ function render({ model, el }) {
     mark();
     if (focused) inputs().find((input) => input.checked)?.focus();
   };
+  /** @type {(event: Event) => void} */
   const choose = (event) => {
-    model.set("chosen", event.target.value);
+    const { value } = /** @type {HTMLInputElement} */ (event.target);
+    model.set("chosen", value);
     model.save_changes();
-    model.send({ choose: event.target.value }); // at once: the model's state waits until the kernel has the one before
+    model.send({ choose: value }); // at once: the model's state waits until the kernel has the one before
   };
   shape();
   show();

@@ -12,15 +12,23 @@ const REACH_PX = 16, LEGEND_PX = 70;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
-/** Show the plans in `el` and keep them in step with the model. Return a function that removes them. */
+/** Show the plans in `el` and keep them in step with the model. Return a function that removes them.
+ * @type {(room: Room<TuningValues>) => () => void} */
 function render({ model, el }) {
   const page = new TuningPage(model, el);
   return () => page.close();
 }
 
 class TuningPage {
+  /** @param {Model<TuningValues>} model
+   * @param {HTMLElement} el */
   constructor(model, el) {
-    Object.assign(this, { model, marked: -1, root: makeElement("div", { class: "mpi4dl-page mpi4dl-tuning" }) });
+    this.model = model;
+    this.marked = -1;
+    /** @type {TuningLayout | null} */
+    this.layout = null;
+    this.root = makeElement("div", { class: "mpi4dl-page mpi4dl-tuning" });
+    this.ring = makeSvg("g");
     this.chart = makeSvg("svg", {
       class: "mpi4dl-tuning-chart", tabindex: 0, role: "application", "aria-roledescription": "chart of plans",
       "data-lm-suppress-shortcuts": "true",
@@ -68,21 +76,26 @@ class TuningPage {
 
   drawChart() {
     const words = this.model.get("words"), width = this.room.clientWidth;
-    if (!width || !this.points.length) return;
+    if (!words.points || !words.points.length || !width) return;
     const room = readHeightLimit(this.root) - LEGEND_PX, height = clamp(width * 0.56, 200, clamp(room, 200, 430));
-    this.layout = layOutPoints(words.points, words.rank_bytes, width, height);
+    const layout = this.layout = layOutPoints(words.points, words.rank_bytes, width, height);
     Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` }).forEach(([name, value]) =>
-      this.chart.setAttribute(name, value));
+      this.chart.setAttribute(name, String(value)));
     this.chart.setAttribute("aria-label", `${this.points.length} plans by memory of the fullest rank and time for an ` +
       `image; ${this.points.filter((each) => each.on_front).length} of them are on the front. ${KEYS_HINT}`);
     this.ring = makeSvg("g", { class: "mpi4dl-tuning-mark" });
-    this.chart.replaceChildren(...this.drawAxes(words), ...this.drawFront(), this.ring, ...this.drawPoints(words));
+    this.chart.replaceChildren(...this.drawAxes(words, layout), ...this.drawFront(layout), this.ring,
+      ...this.drawPoints(words, layout));
     this.drawLegend(words);
     this.mark(this.chosen);
   }
 
-  drawAxes({ rank_bytes: limit }) {
-    const { inner, across, down, place } = this.layout, bottom = inner.top + inner.height, parts = [];
+  /** @type {(words: TuningWords, layout: TuningLayout) => Element[]} */
+  drawAxes({ rank_bytes: limit }, { inner, across, down, place }) {
+    const bottom = inner.top + inner.height;
+    /** @type {Element[]} */
+    const parts = [];
+    /** @type {(words: string, x: number, y: number, anchor: string, more?: Attributes) => Element} */
     const text = (words, x, y, anchor, more = {}) => makeSvg("text", { x, y, "text-anchor": anchor, ...more }, words);
     for (const [bytes, label] of makeByteTicks(across, inner.width / 90)) {
       const [x] = place(down.low, bytes);
@@ -96,7 +109,7 @@ class TuningPage {
     }
     parts.push(text("memory of the fullest rank", inner.left + inner.width / 2, bottom + 38, "middle"),
       text("time for an image: lower is faster", 6, 14, "start"));
-    const isExceeded = this.points.some((each) => each.bytes > limit);
+    const isExceeded = limit !== null && this.points.some((each) => each.bytes > limit);
     if (limit && limit <= across.high) {
       const [x] = place(down.low, limit), right = inner.left + inner.width;
       const inside = right - x > 150, beyond = { x, y: inner.top, width: right - x, height: inner.height };
@@ -108,16 +121,18 @@ class TuningPage {
     return parts;
   }
 
-  drawFront() {
-    const corners = traceFront(this.points, this.layout.places);
+  /** @type {(layout: TuningLayout) => Element[]} */
+  drawFront({ places }) {
+    const corners = traceFront(this.points, places);
     const way = `M${corners.map((each) => each.join(" ")).join("L")}`;
     return corners.length ? [makeSvg("path", { class: "mpi4dl-tuning-front", d: way })] : [];
   }
 
-  drawPoints({ points, kinds }) {
+  /** @type {(words: TuningWords, layout: TuningLayout) => Element[]} */
+  drawPoints({ points, kinds }, { places }) {
     const order = points.map((_, at) => at).sort((a, b) => this.rankOf(points[a]) - this.rankOf(points[b]));
     return order.map((at) => {
-      const { kind, number, failure } = points[at], { predicted, measured } = this.layout.places[at];
+      const { kind, number, failure } = points[at], { predicted, measured } = places[at];
       const { colour, shape } = kinds[kind], end = measured ?? predicted;
       const group = makeSvg("g", { class: `mpi4dl-tuning-point${number ? "" : " too-large"}` });
       group.style.setProperty("--kind", colour);
@@ -125,6 +140,7 @@ class TuningPage {
         group.append(makeSvg("path", { class: "way", d: `M${predicted.join(" ")}L${measured.join(" ")}` }),
           makeSvg("path", { class: "was", d: drawPointShape(shape, 4), transform: `translate(${predicted})` }));
       }
+      /** @type {(name: string, d: string) => void} */
       const add = (name, d) => group.append(makeSvg("path", { class: name, d, transform: `translate(${end})` }));
       add(measured ? "measured" : "predicted", drawPointShape(shape, measured ? 7.5 : 6));
       if (failure) add("fault", "M-6-6L6 6M6-6L-6 6");
@@ -133,11 +149,14 @@ class TuningPage {
   }
 
   // What is drawn later lies on top: the front above others, measured plans above all.
+  /** @type {(point: TuningPoint) => number} */
   rankOf(point) {
     return (point.number ? 1 : 0) + (point.on_front ? 1 : 0) + (point.measured_image_s ? 2 : 0);
   }
 
+  /** @type {(words: TuningWords) => void} */
   drawLegend({ kinds, points }) {
+    /** @type {(d: string, name: string, colour: string, kind?: string) => Element} */
     const entry = (d, name, colour, kind = "predicted") => {
       const icon = makeSvg("svg", { width: 20, height: 18, viewBox: "-10 -9 20 18", "aria-hidden": "true" },
         makeSvg("g", { class: "mpi4dl-tuning-point" }, makeSvg("path", { class: kind, d })));
@@ -153,18 +172,21 @@ class TuningPage {
     this.legend.replaceChildren(...shown);
   }
 
-  /** Mark a plan and describe it beside the chart. */
+  /** Mark a plan and describe it beside the chart.
+   * @type {(at: number) => void} */
   mark(at) {
     const point = this.points[at];
     if (!point || !this.layout) return;
     this.marked = at;
     const { predicted, measured } = this.layout.places[at], [x, y] = measured ?? predicted;
+    /** @type {(name: string) => Element} */
     const ring = (name) => makeSvg("circle", { class: name, cx: x, cy: y, r: 13 });
     this.ring.replaceChildren(ring("edge"), ring("ring"));
     this.describe(point);
   }
 
-  /** Mark a plan, and let the kernel know that it is chosen; one that does not fit is only described. */
+  /** Mark a plan, and let the kernel know that it is chosen; one that does not fit is only described.
+   * @type {(at: number) => void} */
   choose(at) {
     this.mark(at);
     const point = this.points[at];
@@ -174,16 +196,19 @@ class TuningPage {
     this.model.send({ choose: point.plan }); // at once: the model's state waits until the kernel has the one before
   }
 
+  /** @type {(point: TuningPoint) => void} */
   describe(point) {
     this.name.textContent = point.number ? `${point.number}. ${point.name}` : point.name;
     this.side.setAttribute("aria-label", point.number ? CHOSEN : UNFIT);
     this.facts.replaceChildren(...point.facts.map(([name, text]) =>
       makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
-    this.measure.setAttribute("aria-disabled", !point.number || this.model.get("busy") || Boolean(this.unavailable));
+    this.measure.setAttribute("aria-disabled",
+      String(!point.number || this.model.get("busy") || Boolean(this.unavailable)));
     const text = this.tell(point).join(". ");
     if (this.status.textContent !== text) this.status.textContent = text;
   }
 
+  /** @type {(point: TuningPoint) => string[]} */
   tell(point) {
     const name = point.number ? `Plan ${point.number}: ${point.name}` : `${point.name}, ${UNFIT}`;
     return [name, ...point.facts.map((fact) => fact.join(": "))];
@@ -199,10 +224,11 @@ class TuningPage {
   }
 
   listen() {
+    /** @type {(event: MouseEvent) => [number, number, number]} */
     const find = (event) => {
       const box = this.chart.getBoundingClientRect();
-      const place = [event.clientX - box.left, event.clientY - box.top];
-      return [this.layout ? findNearestPoint(this.layout.places, ...place, REACH_PX) : -1, ...place];
+      const x = event.clientX - box.left, y = event.clientY - box.top;
+      return [this.layout ? findNearestPoint(this.layout.places, x, y, REACH_PX) : -1, x, y];
     };
     this.chart.addEventListener("pointermove", (event) => {
       const [at, x, y] = find(event);

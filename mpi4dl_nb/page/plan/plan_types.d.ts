@@ -1,0 +1,96 @@
+// Types of the configurator: what the kernel tells of a plan (mpi4dl_nb/widgets/plan_view.py), and its picture.
+
+/** A control, as `describe_options` describes it. */
+interface PlanOption {
+  name: string;
+  label: string;
+  mpi: string;
+  kind: "steps" | "range" | "grid" | "menu" | "switch" | "text" | "number";
+  group: string;
+  help: string;
+  steps?: number[];
+  low?: number | null;
+  high?: number;
+  choices?: string[];
+}
+
+/** What a control is set to: text, a switch, or the rows and columns of a grid. */
+type PlanValue = string | boolean | number[];
+type PlanSettings = Record<string, PlanValue>;
+
+/** What each rank of a plan is for, without its blocks; empty until there is a plan. `plan` is its number. */
+interface PlanShape {
+  plan: number;
+  summary: string;
+  size: Pair;
+  facts: [string, string][];
+  stages: PlanStage[];
+  copies: string[];
+  left_out: string;
+}
+
+interface PlanStage {
+  name: string;
+  words: string;
+  cols: number;
+  spatial: boolean;
+  shared: boolean;
+}
+
+/** What ranks of one load hold: a level of memory with its word, and the share of the fullest rank's memory. */
+interface PlanLoad {
+  level: number;
+  word: string;
+  share: number;
+  lines: string[];
+}
+
+interface PlanLoads {
+  plan: number;
+  groups: PlanLoad[];
+}
+
+interface PlanGauge {
+  name: string;
+  label: string;
+  value: number | null;
+  text: string;
+  limit: number | null;
+  verdict: "fits" | "does not fit" | "";
+  note: string;
+  reason: string;
+}
+
+/** What a gauge's bar is drawn from. */
+type GaugeNumbers = Partial<Pick<PlanGauge, "value" | "limit">>;
+
+interface PlanGaugeSet {
+  plan: number;
+  now: PlanGauge[];
+  before: PlanGauge[];
+}
+
+interface PlanStart {
+  label: string;
+  disabled: boolean;
+  reason: string;
+  place: string;
+  note: string;
+  trouble: string;
+}
+
+/** Values of the configurator's model. `locked` is in saved pages only: why a control cannot be set. */
+interface PlanPageValues extends PageValues {
+  options: PlanOption[];
+  values: PlanSettings;
+  errors: Record<string, string>;
+  shape: Partial<PlanShape>;
+  blocks: Bytes;
+  loads: Partial<PlanLoads>;
+  rank_groups: Bytes;
+  gauges: Partial<PlanGaugeSet>;
+  status: { words?: string };
+  start: Partial<PlanStart>;
+  serial: number;
+  locked?: Record<string, string>;
+}

@@ -1,0 +1,66 @@
+// Types of a saved page: what is packed into it (mpi4dl_nb/widgets/saved_page.py), and what stands for the kernel.
+
+/** What the kernel would have sent: the content of a message, and its buffers. */
+type Answer = [object, Bytes[]];
+
+/** Answers by the name of a message, and then by what it asks for, as JSON. */
+type Answers<Sent> = Record<string, Record<string, [object, Sent[]]>>;
+
+/** A view as it is packed: `binary` are values and `answers` hold buffers that are bytes, in base64. */
+interface PackedView {
+  values: SavedValues;
+  binary: Record<string, string>;
+  answers: Answers<string>;
+  code: number;
+}
+
+/** A part of a page as it is packed. */
+interface PackedPart {
+  views: PackedView[];
+  links: ViewLinks;
+}
+
+/** How the views of one widget follow each other, see saved_links.js. */
+interface ViewLinks {
+  same?: [number, string][][];
+  selection?: SelectionLinks;
+  plans?: PlanRow[];
+}
+
+interface SelectionLinks {
+  timed: boolean;
+  ranks: number[][];
+  layers: number[];
+  pictures: [string, string, string][];
+}
+
+/** What a configurator shows of one plan, see saved_plans.js. */
+interface PlanRow {
+  values: PlanSettings;
+  shape: PlanShape;
+  blocks: string;
+  loads: PlanLoads;
+  rank_groups: string;
+  gauges: PlanGaugeSet;
+}
+
+/** Values of a view in a saved page by name: those that views of a page share or that stand for a kernel's answer. */
+interface SavedValues extends PlanPageValues {
+  [name: string]: unknown;
+  unavailable: string;
+  layer: number; // of a slicer
+  tile: number;
+  rank: number; // of a timeline
+  selected: number;
+}
+
+/** A message to the kernel: what it asks for by name, and by which number the page knows the answer. */
+type SavedMessage = Record<string, unknown> & { asked?: number; serial?: number };
+type MessageHandler = (value: unknown, message: SavedMessage) => void;
+type SavedModel = import("./saved_model.js").SavedModel;
+
+/** A module of a view, of which several stand in the script of a page as functions that return them. */
+interface ViewModule {
+  render(room: { model: SavedModel; el: HTMLElement }): unknown;
+}
+type MakeView = () => ViewModule;

@@ -1,0 +1,82 @@
+// Types that the modules of several widgets use. They are known everywhere without an import, and only TypeScript reads
+// these files: a page gets none of it.
+
+/** Two numbers: a place [x, y], a size [width, height] or a span [low, high]. */
+type Pair = [number, number];
+
+/** Four numbers: [top, left, bottom, right] of rows and columns, or [left, top, width, height] in px. */
+type Rectangle = [number, number, number, number];
+
+/** A rectangle that may also be four numbers of an array that the kernel has sent. */
+type Sides = Readonly<Rectangle> | Int32Array;
+
+/** Bytes that the kernel has sent. */
+type Bytes = DataView<ArrayBuffer>;
+
+type Context = CanvasRenderingContext2D;
+type OffscreenContext = OffscreenCanvasRenderingContext2D;
+type Style = string | CanvasPattern;
+
+/** What `makeElement` sets: `text`, attributes, and with true or false those that have no value. */
+type Attributes = Record<string, string | number | boolean | undefined>;
+type Child = Node | string;
+
+/** Colours of the theme in which a page is shown, by the names of page.css. */
+interface Theme {
+  ink: string;
+  faint: string;
+  paper: string;
+  panel: string;
+  line: string;
+  brand: string;
+}
+
+/** The fill of a kind of bars: a colour `#rrggbb`, and a hatch as matplotlib names it. */
+interface Look {
+  name: string;
+  colour: string;
+  hatch: string;
+}
+
+type Observer<Content = object> = (content: Content, buffers: Bytes[]) => void;
+
+/** What anywidget gives a view of the Python object: its values by name, their observers, and messages. */
+interface Model<Values, Content = object> {
+  get<Name extends keyof Values>(name: Name): Values[Name];
+  set<Name extends keyof Values>(name: Name, value: Values[Name]): void;
+  save_changes(): void;
+  send(message: object): void;
+  on(events: string, observer: Observer<Content>): void;
+  off(events: string, observer: Observer<Content>): void;
+}
+
+/** What `render` of a module gets: it shows a model in an element, and returns a function that ends it. */
+interface Room<Values, Content = object> {
+  model: Model<Values, Content>;
+  el: HTMLElement;
+}
+
+/** Values that all views of a page can have. */
+interface PageValues {
+  max_height: number;
+  unavailable?: string; // in a saved page: why there is no kernel
+}
+
+type FrameLoop = (() => void) & { cancel(): void };
+type Tooltip = import("./elements.js").Tooltip;
+type Textures = import("./textures.js").Textures;
+
+/** What is done while one pointer is pressed on an element; `hover` is for moves without a drag. */
+interface DragActs {
+  begin(event: PointerEvent): void;
+  move(event: PointerEvent): void;
+  end?(event: PointerEvent): void;
+  hover?(event: PointerEvent): void;
+}
+
+/** The strokes of which hatches consist: ends of lines, or places of circles of one radius. */
+interface HatchStrokes {
+  line(...ends: number[]): void;
+  dots(radius: number, ...places: number[]): void;
+  rings(radius: number, ...places: number[]): void;
+}
