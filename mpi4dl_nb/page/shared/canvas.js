@@ -5,9 +5,9 @@ export const DARK = "#1a1a1a"; // on colours of any theme: of values, of tissue,
 export const WHITE = "#ffffff";
 
 /** Return the context of a canvas. There always is one, as nothing asks a canvas for another kind.
- * @type {(canvas: HTMLCanvasElement) => Context} */
-export function getContext(canvas) {
-  return /** @type {Context} */ (canvas.getContext("2d"));
+ * @type {(canvas: HTMLCanvasElement, settings?: CanvasRenderingContext2DSettings) => Context} */
+export function getContext(canvas, settings) {
+  return /** @type {Context} */ (canvas.getContext("2d", settings));
 }
 
 /** Return the context of a new canvas that is on no page.

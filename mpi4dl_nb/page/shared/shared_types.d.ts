@@ -13,6 +13,12 @@ type Sides = Readonly<Rectangle> | Int32Array;
 /** Bytes that the kernel has sent. */
 type Bytes = DataView<ArrayBuffer>;
 
+/** Of two or of four numbers, `map` makes as many. */
+interface Array<T> {
+  map<Made>(this: [T, T], make: (value: T, index: number) => Made): [Made, Made];
+  map<Made>(this: [T, T, T, T], make: (value: T, index: number) => Made): [Made, Made, Made, Made];
+}
+
 type Context = CanvasRenderingContext2D;
 type OffscreenContext = OffscreenCanvasRenderingContext2D;
 type Style = string | CanvasPattern;

@@ -7,6 +7,7 @@ const LEAST_PX = 3;
  *
  * Both are [top, left, bottom, right] on the screen. A side thinner than LEAST_PX grows away from the own tile, so that
  * the edge between them stays in place; `enlarged` is by how much, 1 if not at all.
+ * @type {(piece: Sides, own: Sides) => ScreenPiece}
  */
 export function widenPiece(piece, own) {
   const [top, bottom, down] = widenSpan(piece[0], piece[2], own[0], own[2]);
@@ -14,6 +15,7 @@ export function widenPiece(piece, own) {
   return { left, top, right, bottom, enlarged: Math.max(down, across) };
 }
 
+/** @type {(start: number, stop: number, ownStart: number, ownStop: number) => [number, number, number]} */
 function widenSpan(start, stop, ownStart, ownStop) {
   const width = stop - start;
   if (width >= LEAST_PX) return [start, stop, 1];
@@ -23,19 +25,22 @@ function widenSpan(start, stop, ownStart, ownStop) {
   return [start, stop, 1]; // it lies beside the own tile in the other direction only
 }
 
-/** Return the colours of a tile: four suffice for neighbours, corners included, to differ. */
+/** Return the colours of a tile: four suffice for neighbours, corners included, to differ.
+ * @type {(tile: number, columns: number, colours: string[]) => string} */
 export function chooseTileColour(tile, columns, colours) {
   const row = Math.floor(tile / columns);
   return colours[2 * (row % 2) + ((tile % columns) % 2)];
 }
 
-/** Return a rectangle [top, left, bottom, right] of the picture on the screen. */
+/** Return a rectangle [top, left, bottom, right] of the picture on the screen.
+ * @type {(rectangle: Sides, transform: Transform) => Rectangle} */
 export function toScreenRectangle([top, left, bottom, right], transform) {
   const { scale, x, y } = transform;
   return [top * scale + y, left * scale + x, bottom * scale + y, right * scale + x];
 }
 
-/** Return the lines between pixels `pixel` px wide, the first of which begins at `offset`, from 0 to `room` px. */
+/** Return the lines between pixels `pixel` px wide, the first of which begins at `offset`, from 0 to `room` px.
+ * @type {(pixel: number, offset: number, room: number) => number[]} */
 export function listGridLines(pixel, offset, room) {
   const found = [];
   for (let at = offset + Math.ceil(-offset / pixel) * pixel; at < room; at += pixel) found.push(at);

@@ -9,8 +9,10 @@ const BASE = 50; // of the bars; below are the marks of halos
 const LETTER = 7; // px of the screen: about the width of a letter of a name, which is left out where it does not fit
 const NAMED_HEIGHT = 18; // px of the screen: bars that are lower have no room for a name
 
-/** Return { x, width, height } of each layer's bar in a strip of this width: a pure drawing of the net's sizes. */
+/** Return { x, width, height } of each layer's bar in a strip of this width: a pure drawing of the net's sizes.
+ * @type {(net: NetLayer[], width: number) => NetBar[]} */
 function layOutNet(net, width) {
+  /** @type {(values: number[]) => number} */
   const most = (values) => Math.max(1, ...values.map((value) => Math.log2(value + 1)));
   const tallest = most(net.map((layer) => Math.max(layer.rows, layer.columns)));
   const widest = most(net.map((layer) => layer.channels));
@@ -22,8 +24,10 @@ function layOutNet(net, width) {
   });
 }
 
-/** Return the place of the mark of each point (a layer that borrows), left to right; layers share their slot evenly. */
+/** Return the place of the mark of each point (a layer that borrows), left to right; layers share their slot evenly.
+ * @type {(net: NetLayer[], bars: NetBar[]) => number[]} */
 function placePoints(net, bars) {
+  /** @type {number[]} */
   const places = [];
   net.forEach((layer, index) => layer.points.forEach((point, number) => {
     places[point] = bars[index].middle + bars[index].slot * 0.8 * ((number + 0.5) / layer.points.length - 0.5);
@@ -31,7 +35,8 @@ function placePoints(net, bars) {
   return places;
 }
 
-/** Return the point whose mark is nearest to x. */
+/** Return the point whose mark is nearest to x.
+ * @type {(places: number[], x: number) => number} */
 function findNearestPoint(places, x) {
   let nearest = 0;
   places.forEach((place, point) => {
@@ -42,10 +47,20 @@ function findNearestPoint(places, x) {
 
 /** A slider over the points of a net. `choose(point)` is called while it is dragged, and for each key. */
 export class NetStrip {
+  /** @param {HTMLElement} host
+   * @param {(point: number) => void} choose */
   constructor(host, choose) {
     this.choose = choose;
     this.point = 0;
     this.count = 0;
+    /** @type {NetLayer[]} */
+    this.net = [];
+    /** @type {number[]} */
+    this.places = []; // of the marks, in px
+    /** @type {SVGElement[]} */
+    this.marks = [];
+    /** @type {(point: number) => string} */
+    this.describe = () => "";
     this.box = makeElement("div", {
       class: "mpi4dl-strip", role: "slider", tabindex: 0, "aria-label": "layer", "aria-orientation": "horizontal",
       "data-lm-suppress-shortcuts": "true",
@@ -55,7 +70,8 @@ export class NetStrip {
     host.append(this.box);
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.box);
-    const scrub = (event) => this.places.length && this.select(findNearestPoint(this.places, event.offsetX));
+    /** @type {(event: PointerEvent) => void} */
+    const scrub = (event) => { if (this.places.length) this.select(findNearestPoint(this.places, event.offsetX)); };
     this.svg.style.touchAction = "none";
     listenToDrag(this.box, { begin: scrub, move: scrub });
     this.box.addEventListener("keydown", (event) => this.handleKey(event));
@@ -65,14 +81,16 @@ export class NetStrip {
     this.observer.disconnect();
   }
 
-  /** Show a net and the chosen point; `describe(point)` is what a screen reader says of one. */
+  /** Show a net and the chosen point; `describe(point)` is what a screen reader says of one.
+   * @type {(net: NetLayer[], count: number, point: number, describe: (point: number) => string) => void} */
   show(net, count, point, describe) {
-    const isDrawn = net === this.net && this.places?.length > 0; // while it is dragged, only the mark moves
+    const isDrawn = net === this.net && this.places.length > 0; // while it is dragged, only the mark moves
     Object.assign(this, { net, count, point, describe });
     if (isDrawn) this.mark();
     else this.draw();
   }
 
+  /** @type {(point: number) => void} */
   select(point) {
     const within = clamp(point, 0, this.count - 1);
     if (within === this.point) return;
@@ -81,7 +99,9 @@ export class NetStrip {
     this.choose(within);
   }
 
+  /** @type {(event: KeyboardEvent) => void} */
   handleKey(event) {
+    /** @type {Record<string, number>} */
     const steps = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageUp: 5, PageDown: -5 };
     if (event.key in steps) this.select(this.point + steps[event.key]);
     else if (event.key === "Home") this.select(0);
@@ -95,7 +115,7 @@ export class NetStrip {
     const width = this.box.clientWidth;
     this.places = [];
     this.svg.replaceChildren();
-    if (!width || !this.net?.length) return;
+    if (!width || !this.net.length) return;
     const bars = layOutNet(this.net, width);
     this.places = placePoints(this.net, bars);
     this.net.forEach((layer, index) => {
@@ -117,7 +137,8 @@ export class NetStrip {
     this.mark();
   }
 
-  /** Return a layer's bar, with its name on it if there is room, and under the pointer anywhere in its slot. */
+  /** Return a layer's bar, with its name on it if there is room, and under the pointer anywhere in its slot.
+   * @type {(layer: NetLayer, bar: NetBar) => SVGElement} */
   makeBar(layer, { x, middle, slot, width, height }) {
     const title = `${layer.name}: ${layer.channels} channels of ${layer.rows} × ${layer.columns} px, stage ${layer.stage}, `
       + (layer.tiles > 1 ? `in ${layer.tiles} tiles` : "whole on each of its ranks");
@@ -132,12 +153,12 @@ export class NetStrip {
 
   /** Mark the chosen point. */
   mark() {
-    this.marks?.forEach((mark, point) => {
-      mark.setAttribute("r", point === this.point ? 5.5 : 3);
+    this.marks.forEach((mark, point) => {
+      mark.setAttribute("r", point === this.point ? "5.5" : "3");
       mark.setAttribute("class", point === this.point ? "point chosen" : "point");
     });
     const values = { valuemin: 0, valuemax: Math.max(0, this.count - 1), valuenow: this.point };
-    for (const [name, value] of Object.entries(values)) this.box.setAttribute(`aria-${name}`, value);
-    this.box.setAttribute("aria-valuetext", this.describe?.(this.point) ?? "");
+    for (const [name, value] of Object.entries(values)) this.box.setAttribute(`aria-${name}`, String(value));
+    this.box.setAttribute("aria-valuetext", this.describe(this.point));
   }
 }

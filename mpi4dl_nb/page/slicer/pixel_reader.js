@@ -1,17 +1,23 @@
 // The colours of single pixels of a picture, from the finest tiles that are on the page.
 
+import { makeOffscreen } from "../shared/canvas.js";
 import { TILE_PX } from "./pyramid.js";
 
 /** Reads red, green and blue of pixels from the tiles of a `TileCache`. */
 export class PixelReader {
+  /** @param {TileCache} cache */
   constructor(cache) {
     this.cache = cache;
-    this.canvas = new OffscreenCanvas(TILE_PX, TILE_PX);
-    this.context = this.canvas.getContext("2d", { willReadFrequently: true });
+    this.context = makeOffscreen(TILE_PX, TILE_PX, { willReadFrequently: true });
+    /** @type {TileImage | null} */
+    this.image = null; // whose colours `data` are
+    this.data = new Uint8ClampedArray();
   }
 
-  /** Return [red, green, blue] of a pixel; null if its tile is not here. */
+  /** Return [red, green, blue] of a pixel; null if its tile is not here.
+   * @type {PixelColours} */
   read(row, column) {
+    /** @type {PyramidTile} */
     const tile = [0, Math.floor(row / TILE_PX), Math.floor(column / TILE_PX)];
     const image = this.cache.get(tile);
     if (!image) return null;

@@ -8,27 +8,34 @@ export const TILE_PX = 256;
 /**
  * Return the coarsest level that has a pixel for each pixel of the screen, `finest` if none has. `scale`: device px per
  * picture px.
+ * @type {(levels: number, scale: number, finest?: number) => number}
  */
 export function chooseLevel(levels, scale, finest = 0) {
   return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), finest, levels - 1);
 }
 
-/** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first. */
+/** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first.
+ * @type {(level: number, size: Pair, visible: Rectangle) => PyramidTile[]} */
 export function listTiles(level, size, visible) {
   const side = TILE_PX * 2 ** level;
   const [width, height] = size;
+  /** @type {(start: number) => number} */
   const first = (start) => Math.max(0, Math.floor(start / side));
+  /** @type {(stop: number, length: number) => number} */
   const last = (stop, length) => Math.min(Math.ceil(length / side), Math.ceil(stop / side));
+  /** @type {PyramidTile[]} */
   const found = [];
   for (let row = first(visible[1]); row < last(visible[3], height); row += 1) {
     for (let column = first(visible[0]); column < last(visible[2], width); column += 1) found.push([level, row, column]);
   }
   const middle = [(visible[0] + visible[2]) / 2 / side - 0.5, (visible[1] + visible[3]) / 2 / side - 0.5];
+  /** @type {(tile: PyramidTile) => number} */
   const distance = ([, row, column]) => Math.hypot(column - middle[0], row - middle[1]);
   return found.sort((one, other) => distance(one) - distance(other));
 }
 
-/** Return [left, top, width, height] of a tile in pixels of the picture. */
+/** Return [left, top, width, height] of a tile in pixels of the picture.
+ * @type {(tile: PyramidTile, size: Pair) => Rectangle} */
 export function getTileRectangle([level, row, column], size) {
   const side = TILE_PX * 2 ** level;
   const left = column * side;
@@ -36,22 +43,29 @@ export function getTileRectangle([level, row, column], size) {
   return [left, top, Math.min(side, size[0] - left), Math.min(side, size[1] - top)];
 }
 
-/** Return the name of a tile, for a cache. */
+/** Return the name of a tile, for a cache.
+ * @type {(tile: PyramidTile) => string} */
 function nameTile(tile) {
   return tile.join("/");
 }
 
 /** The tiles that are on the page, at most `most` of them: those used last are kept. `ask` requests missing ones. */
 export class TileCache {
+  /** @param {(tiles: PyramidTile[]) => void} ask
+   * @param {number} [most] */
   constructor(ask, most = 400) {
     this.ask = ask;
     this.most = most;
+    /** @type {Map<string, TileImage>} */
     this.images = new Map(); // by name, in the order of use
+    /** @type {Set<string>} */
     this.asked = new Set();
+    /** @type {Set<string>} */
     this.failed = new Set();
   }
 
-  /** Return the image of a tile, or undefined if it is not here. */
+  /** Return the image of a tile, or undefined if it is not here.
+   * @type {(tile: PyramidTile) => TileImage | undefined} */
   get(tile) {
     const name = nameTile(tile);
     const image = this.images.get(name);
@@ -62,7 +76,8 @@ export class TileCache {
     return image;
   }
 
-  /** Ask for those of `tiles` that are neither here nor on their way, and can be read. */
+  /** Ask for those of `tiles` that are neither here nor on their way, and can be read.
+   * @type {(tiles: PyramidTile[]) => void} */
   want(tiles) {
     const known = [this.images, this.asked, this.failed];
     const missing = tiles.filter((tile) => !known.some((each) => each.has(nameTile(tile))));
@@ -70,7 +85,8 @@ export class TileCache {
     if (missing.length) this.ask(missing);
   }
 
-  /** Keep the image of a tile that has come. */
+  /** Keep the image of a tile that has come.
+   * @type {(tile: PyramidTile, image: TileImage) => void} */
   put(tile, image) {
     this.asked.delete(nameTile(tile));
     this.images.set(nameTile(tile), image);
@@ -81,7 +97,8 @@ export class TileCache {
     }
   }
 
-  /** Ask no more for a tile that cannot be read, until `retry`. */
+  /** Ask no more for a tile that cannot be read, until `retry`.
+   * @type {(tile: PyramidTile) => void} */
   fail(tile) {
     this.asked.delete(nameTile(tile));
     this.failed.add(nameTile(tile));
@@ -92,9 +109,11 @@ export class TileCache {
     this.failed.clear();
   }
 
-  /** Return the nearest tile that is here and covers `tile`, with its image; undefined if there is none. */
+  /** Return the nearest tile that is here and covers `tile`, with its image; undefined if there is none.
+   * @type {(tile: PyramidTile, levels: number) => { tile: PyramidTile, image: TileImage } | undefined} */
   findAncestor([level, row, column], levels) {
     for (let up = 1; level + up < levels; up += 1) {
+      /** @type {PyramidTile} */
       const tile = [level + up, row >> up, column >> up];
       const image = this.get(tile);
       if (image) return { tile, image };

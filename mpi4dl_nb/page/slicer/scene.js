@@ -1,6 +1,6 @@
 // A scene on a canvas: one transform, moved by wheel, drag, pinch and keys; what is on it is painted by its owner.
 
-import { fitCanvas } from "../shared/canvas.js";
+import { fitCanvas, getContext } from "../shared/canvas.js";
 import { Tooltip, makeElement, makeFrameLoop } from "../shared/elements.js";
 import { clamp } from "../shared/numbers.js";
 import { DRAG_PX } from "../shared/pointer_drag.js";
@@ -8,6 +8,7 @@ import { fitRectangle, fitTransform, keepInView, panBy, toScene, toScreen, zoomA
 
 const ZOOM_STEP = 1.5;
 const CLOSEST = 80; // px of the screen for one of the scene
+/** @type {Record<string, Pair>} */
 const ARROW_STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 /**
@@ -18,32 +19,50 @@ const ARROW_STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], 
  * and settle() after the view has moved.
  */
 export class Scene {
+  /** @param {HTMLElement} host
+   * @param {Pair} size
+   * @param {string} label
+   * @param {SceneOwner} owner */
   constructor(host, size, label, owner) {
+    this.host = host;
     this.size = size;
     this.owner = owner;
-    this.transform = null;
-    this.view = [0, 0];
+    this.transform = { scale: 1, x: 0, y: 0 };
+    /** @type {Pair} */
+    this.view = [0, 0]; // until the host has a size
+    this.ratio = 1;
+    this.groundColour = "";
+    this.moved = 0; // px, of the pointers that are down
+    this.isByKeys = false;
+    /** @type {Rectangle | null} */
+    this.wanted = null;
+    /** @type {Pair | null} */
     this.cursor = null; // the point of the scene that is looked at, by pointer or keys
+    /** @type {Map<number, Pair>} */
     this.pointers = new Map();
     this.canvas = makeElement("canvas", {
       class: "mpi4dl-canvas", tabindex: 0, role: "application", "aria-label": label, "data-lm-suppress-shortcuts": "true",
     });
     host.append(this.canvas);
     this.tooltip = new Tooltip(host);
-    this.context = this.canvas.getContext("2d", { alpha: false });
+    this.context = getContext(this.canvas, { alpha: false });
     this.requestPaint = makeFrameLoop(() => this.paint());
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(host);
-    const listen = (name, handler, options) => this.canvas.addEventListener(name, handler.bind(this), options);
-    listen("wheel", this.handleWheel, { passive: false });
-    listen("pointerdown", this.handleDown);
-    listen("pointermove", this.handleMove);
-    listen("pointerup", this.handleUp);
-    listen("pointercancel", this.handleUp);
-    listen("pointerleave", this.handleLeave);
-    listen("dblclick", (event) => this.zoom(ZOOM_STEP * ZOOM_STEP, event.offsetX, event.offsetY));
-    listen("keydown", this.handleKey);
-    listen("blur", this.handleLeave);
+    this.listen(this.canvas);
+  }
+
+  /** @type {(canvas: HTMLCanvasElement) => void} */
+  listen(canvas) {
+    canvas.addEventListener("wheel", (event) => this.handleWheel(event), { passive: false });
+    canvas.addEventListener("pointerdown", (event) => this.handleDown(event));
+    canvas.addEventListener("pointermove", (event) => this.handleMove(event));
+    canvas.addEventListener("pointerup", (event) => this.handleUp(event));
+    canvas.addEventListener("pointercancel", (event) => this.handleUp(event));
+    canvas.addEventListener("pointerleave", (event) => this.handleLeave(event));
+    canvas.addEventListener("dblclick", (event) => this.zoom(ZOOM_STEP * ZOOM_STEP, event.offsetX, event.offsetY));
+    canvas.addEventListener("keydown", (event) => this.handleKey(event));
+    canvas.addEventListener("blur", (event) => this.handleLeave(event));
   }
 
   /** Stop all that runs for the scene. */
@@ -55,28 +74,28 @@ export class Scene {
 
   /** Follow the size of the host. The first size shows the whole scene, and what showed the whole still does. */
   resize() {
-    const { clientWidth: width, clientHeight: height } = this.canvas.parentElement;
+    const { clientWidth: width, clientHeight: height } = this.host;
     if (!width || !height || (width === this.view[0] && height === this.view[1])) return;
-    const middle = !this.isWhole && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
+    const isFirst = !this.view[0], middle = !this.isWhole && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
     this.view = [width, height];
     this.ratio = devicePixelRatio || 1;
     fitCanvas(this.canvas, width, height);
     if (middle) {
       const [x, y] = toScreen(this.transform, ...middle);
       this.transform = panBy(this.transform, width / 2 - x, height / 2 - y);
-    } else this.transform = !this.transform && this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
+    } else this.transform = isFirst && this.wanted ? fitRectangle(this.wanted, this.view, 20) : this.fitWhole();
     this.requestPaint();
   }
 
   /** The colour below the scene. It is read once for a theme: a style that is read in each frame is computed in each. */
   get ground() {
-    this.groundColour ??= getComputedStyle(this.canvas.parentElement).backgroundColor;
+    this.groundColour ||= getComputedStyle(this.host).backgroundColor;
     return this.groundColour;
   }
 
   /** Take over the colours of another theme. */
   recolour() {
-    this.groundColour = undefined;
+    this.groundColour = "";
     this.requestPaint();
   }
 
@@ -84,16 +103,18 @@ export class Scene {
     return fitTransform(this.size, this.view, 8);
   }
 
+  /** @returns {Pair} */
   get limits() {
     return [this.fitWhole().scale, CLOSEST];
   }
 
   /** Whether the whole scene is shown. */
   get isWhole() {
-    return !this.transform || this.transform.scale <= this.limits[0] * 1.001;
+    return !this.view[0] || this.transform.scale <= this.limits[0] * 1.001;
   }
 
-  /** Move to a transform, within limits. */
+  /** Move to a transform, within limits.
+   * @type {(transform: Transform) => void} */
   moveTo(transform) {
     this.transform = keepInView(transform, this.size, this.view);
     this.requestPaint();
@@ -106,29 +127,32 @@ export class Scene {
     this.moveTo(this.fitWhole());
   }
 
-  /** Show the rectangle [left, top, width, height] of the scene; before the first size, remember it. */
+  /** Show the rectangle [left, top, width, height] of the scene; before the first size, remember it.
+   * @type {(rectangle: Rectangle) => void} */
   showRectangle(rectangle) {
     this.wanted = rectangle;
-    if (!this.transform) return;
+    if (!this.view[0]) return;
     const fitted = fitRectangle(rectangle, this.view, 20);
     const scale = clamp(fitted.scale, ...this.limits);
     this.moveTo(zoomAt(fitted, this.view[0] / 2, this.view[1] / 2, scale / fitted.scale, this.limits));
   }
 
-  /** Zoom by a factor at a point of the screen, by default the cursor or the middle. */
+  /** Zoom by a factor at a point of the screen, by default the cursor or the middle.
+   * @type {(factor: number, x?: number, y?: number) => void} */
   zoom(factor, x, y) {
-    const [atX, atY] = x !== undefined ? [x, y] : this.cursor ? toScreen(this.transform, ...this.cursor)
+    const [atX, atY] = x !== undefined && y !== undefined ? [x, y] : this.cursor ? toScreen(this.transform, ...this.cursor)
       : [this.view[0] / 2, this.view[1] / 2];
     const moved = zoomAt(this.transform, atX, atY, factor, this.limits);
     this.moveTo(moved.scale <= this.limits[0] ? this.fitWhole() : moved);
   }
 
   paint() {
-    if (!this.transform) return;
+    if (!this.view[0]) return;
     this.owner.paint(this.context, this);
   }
 
-  /** Look at a point of the scene: the tooltip beside it says what is there. */
+  /** Look at a point of the scene: the tooltip beside it says what is there.
+   * @type {(x: number, y: number) => void} */
   lookAt(x, y) {
     this.cursor = [x, y];
     const lines = this.owner.describe(x, y);
@@ -137,6 +161,7 @@ export class Scene {
     this.requestPaint();
   }
 
+  /** @type {(event: WheelEvent) => void} */
   handleWheel(event) {
     const factor = Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0015));
     if (factor < 1 && this.isWhole) return; // nothing to zoom out of: the notebook scrolls
@@ -145,6 +170,7 @@ export class Scene {
     this.zoom(factor, event.offsetX, event.offsetY);
   }
 
+  /** @type {(event: PointerEvent) => void} */
   handleDown(event) {
     if (event.button) return;
     this.canvas.setPointerCapture(event.pointerId);
@@ -152,8 +178,10 @@ export class Scene {
     this.moved = 0;
   }
 
+  /** @type {(event: PointerEvent) => void} */
   handleMove(event) {
     const before = this.pointers.get(event.pointerId);
+    /** @type {Pair} */
     const now = [event.offsetX, event.offsetY];
     if (!before) {
       this.lookAt(...toScene(this.transform, ...now));
@@ -166,17 +194,20 @@ export class Scene {
     this.tooltip.hide();
     if (others.length) {
       const [, anchor] = others[0];
+      /** @type {(point: Pair) => number} */
       const spread = (point) => Math.hypot(point[0] - anchor[0], point[1] - anchor[1]);
       this.zoom(spread(now) / spread(before), ...anchor);
     } else this.moveTo(panBy(this.transform, now[0] - before[0], now[1] - before[1]));
   }
 
+  /** @type {(event: PointerEvent) => void} */
   handleUp(event) {
     if (this.pointers.delete(event.pointerId) && event.type === "pointerup" && this.moved < DRAG_PX) {
       this.owner.pick(...toScene(this.transform, event.offsetX, event.offsetY));
     }
   }
 
+  /** @type {(event: Event) => void} */
   handleLeave(event) {
     if (this.pointers.size) return;
     if (event.type === "pointerleave" && document.activeElement === this.canvas && this.isByKeys) return;
@@ -187,6 +218,7 @@ export class Scene {
     this.requestPaint();
   }
 
+  /** @type {(event: KeyboardEvent) => void} */
   handleKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const handled = this.handleOwnKey(event.key) || this.owner.press(event.key);
@@ -195,6 +227,7 @@ export class Scene {
     event.stopPropagation();
   }
 
+  /** @type {(key: string) => boolean} */
   handleOwnKey(key) {
     if (key === "+" || key === "=") this.zoom(ZOOM_STEP);
     else if (key === "-") this.zoom(1 / ZOOM_STEP);
@@ -204,7 +237,8 @@ export class Scene {
     return true;
   }
 
-  /** Move the cursor by one pixel of the owner, or by 10 px of the screen where pixels are smaller; follow it. */
+  /** Move the cursor by one pixel of the owner, or by 10 px of the screen where pixels are smaller; follow it.
+   * @type {(way: Pair) => void} */
   moveCursor(way) {
     const start = this.cursor ?? toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
     const point = start.map((place, axis) => {

@@ -16,12 +16,24 @@ import {
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
 const FIELDS_WAIT = "Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.";
 const NO_FIELDS = "The outputs of this layer are no pixels, and have no receptive fields.";
-const READINGS = { layer: "this layer's halo", picture: "cumulative halo" };
+/** @type {[Reading, string][]} */
+const READINGS = [["layer", "this layer's halo"], ["picture", "cumulative halo"]];
 
 /** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
 class SlicerView {
+  /** @param {Model<SlicerValues, SlicerContent>} model
+   * @param {HTMLElement} el */
   constructor(model, el) {
     this.model = model;
+    this.facts = model.get("facts");
+    /** @type {LayerTable[]} */
+    this.tables = [];
+    /** @type {TileImage | undefined} */
+    this.preview = undefined;
+    /** @type {TileImage | undefined} */
+    this.overlay = undefined;
+    /** @type {Record<string, HTMLButtonElement>} */
+    this.switches = {};
     this.root = makeElement("div", { class: "mpi4dl-page mpi4dl-slicer" });
     el.append(this.root);
     this.title = makeElement("div", { class: "mpi4dl-title" });
@@ -40,6 +52,7 @@ class SlicerView {
     const keys = SLICER_KEYS.map((pair) => pair.join(": ")).join("; ");
     this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles. ${keys}`, this);
     this.stage.append(this.trouble);
+    /** @type {[string, Observer<SlicerContent>][]} */
     this.observers = [
       ["change:facts change:numbers", () => this.readFacts()],
       ["change:layer change:tile change:reading change:fields", () => this.refresh()],
@@ -65,6 +78,7 @@ class SlicerView {
 
   makeToolbar() {
     const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
+    /** @type {(text: string, action: () => void, tip: string) => HTMLButtonElement} */
     const add = (text, action, tip) => {
       const button = makeButton(text, tip, action);
       bar.append(button);
@@ -74,8 +88,7 @@ class SlicerView {
     add("zoom out", () => this.scene.zoom(0.5), "key -");
     add("whole", () => this.scene.showWhole(), "key 0");
     add("zoom to halo", () => this.showSeam(), "key h: a close view of where the tile borrows");
-    this.switches = {};
-    for (const [reading, text] of Object.entries(READINGS)) {
+    for (const [reading, text] of READINGS) {
       this.switches[reading] = add(text, () => this.set("reading", reading), "key c switches between the two");
     }
     this.switches.overlaid = add("predicted map", () => this.set("overlaid", !this.model.get("overlaid")), "key o");
@@ -84,7 +97,8 @@ class SlicerView {
     return bar;
   }
 
-  /** Set a value of the model, draw at once, and let the kernel know in a moment. */
+  /** Set a value of the model, draw at once, and let the kernel know in a moment.
+   * @type {<Name extends keyof SlicerValues>(name: Name, value: SlicerValues[Name]) => void} */
   set(name, value) {
     this.model.set(name, value);
     clearTimeout(this.saving);
@@ -100,16 +114,19 @@ class SlicerView {
   }
 
   readPictures() {
-    return this.takePictures(["preview", "overlay"].map((name) => this.model.get(name)));
+    return this.takePictures([this.model.get("preview"), this.model.get("overlay")]);
   }
 
-  /** Show the whole picture and the predicted map over it, if there is one: two image files. */
+  /** Show the whole picture and the predicted map over it, if there is one: two image files.
+   * @type {(files: Bytes[]) => Promise<void>} */
   async takePictures(files) {
+    /** @type {(bytes: Bytes) => Promise<TileImage> | undefined} */
     const decode = (bytes) => (bytes.byteLength ? createImageBitmap(new Blob([bytes])) : undefined);
     [this.preview, this.overlay] = await Promise.all(files.map(decode));
     this.scene.requestPaint();
   }
 
+  /** @type {(content: SlicerContent, buffers: Bytes[]) => Promise<void>} */
   async receive(content, buffers) {
     if (content.pictures) await this.takePictures(buffers);
     if (!content.tiles) return;
@@ -117,17 +134,19 @@ class SlicerView {
     this.scene.requestPaint();
   }
 
+  /** @type {(tile: PyramidTile, bytes: Bytes, trouble?: string) => Promise<void>} */
   async takeTile(tile, bytes, trouble) {
     try {
       if (trouble) throw new Error(trouble);
       this.cache.put(tile, await createImageBitmap(new Blob([bytes])));
     } catch (error) {
       this.cache.fail(tile);
-      this.showTrouble(error.message);
+      this.showTrouble(error instanceof Error ? error.message : String(error));
     }
   }
 
-  /** Tell why parts of the picture stay coarse, beside a button that reads them again. */
+  /** Tell why parts of the picture stay coarse, beside a button that reads them again.
+   * @type {(why: string) => void} */
   showTrouble(why) {
     const text = `⚠ Parts of the picture stay coarse: ${why} `;
     if (this.trouble.firstChild?.textContent === text) return; // an alert that is filled again is announced again
@@ -158,8 +177,10 @@ class SlicerView {
     this.title.textContent = this.title.title = table.facts.title;
     this.strip.box.hidden = !facts.net.length;
     this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
-    for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
-    for (const name of ["fields", "overlaid"]) this.switches[name].setAttribute("aria-pressed", this.model.get(name));
+    for (const [name] of READINGS) this.switches[name].setAttribute("aria-pressed", String(reading === name));
+    for (const name of /** @type {const} */ (["fields", "overlaid"])) {
+      this.switches[name].setAttribute("aria-pressed", String(this.model.get(name)));
+    }
     this.switches.overlaid.hidden = !facts.prediction;
     const lines = listTileLines(table, tile, reading, facts.remarks).map((text) => makeElement("p", { text }));
     const lists = reading === "layer" ? [makePieceList(table, tile, facts.colours)] : [];
@@ -179,11 +200,12 @@ class SlicerView {
 
   // What the scene asks of its owner.
 
+  /** @type {(context: Context, scene: Scene) => void} */
   paint(context, scene) {
     const { picture, colours } = this.facts;
     this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
     const { overlay, facts } = this;
-    if (overlay && this.model.get("overlaid")) paintPrediction(context, scene, overlay, facts.prediction.edges);
+    if (overlay && facts.prediction && this.model.get("overlaid")) paintPrediction(context, scene, overlay, facts.prediction.edges);
     const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
     paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, this.table, this.tile);
@@ -191,13 +213,16 @@ class SlicerView {
     paintScale(context, scene, picture.microns, enlarged);
   }
 
-  /** Return the layer's pixel at a point, and the pixel of its output at the same place: rows and columns. */
+  /** Return the layer's pixel at a point, and the pixel of its output at the same place: rows and columns.
+   * @type {(x: number, y: number) => [Pair, Pair]} */
   findPixels(x, y) {
     const { facts } = this.table, { rows, columns } = this.facts.picture;
+    /** @type {(down: number, across: number) => Pair} */
     const find = (down, across) => [Math.floor((y / rows) * down), Math.floor((x / columns) * across)];
     return [find(facts.rows, facts.columns), find(facts.out_rows, facts.out_columns)];
   }
 
+  /** @type {(x: number, y: number) => [Rectangle, Rectangle | null]} */
   frameCursor(x, y) {
     const { facts } = this.table, { rows, columns } = this.facts.picture;
     const [[row, column], out] = this.findPixels(x, y);
@@ -206,16 +231,20 @@ class SlicerView {
     return [pixel, field];
   }
 
+  /** @type {(x: number, y: number) => boolean} */
   isInside(x, y) {
     return x >= 0 && y >= 0 && x < this.facts.picture.columns && y < this.facts.picture.rows;
   }
 
+  /** @type {(x: number, y: number) => string[]} */
   describe(x, y) {
     if (!this.isInside(x, y)) {
       this.leave();
       return [];
     }
-    const [pixel, out] = this.findPixels(x, y), at = [Math.floor(y), Math.floor(x)];
+    const [pixel, out] = this.findPixels(x, y);
+    /** @type {Pair} */
+    const at = [Math.floor(y), Math.floor(x)];
     const lines = describePlace(this.facts.picture, this.table, { at, values: this.pixels.read(...at), pixel, out });
     this.sayLater(() => lines.join("; "));
     return lines;
@@ -226,7 +255,8 @@ class SlicerView {
     this.sayLater(() => this.describeView());
   }
 
-  /** Announce a text once nothing else has been said for a moment. */
+  /** Announce a text once nothing else has been said for a moment.
+   * @type {(word: () => string) => void} */
   sayLater(word) {
     clearTimeout(this.saying);
     this.saying = setTimeout(() => {
@@ -235,10 +265,12 @@ class SlicerView {
     }, 250);
   }
 
+  /** @type {() => Pair} */
   getPixel() {
     return [this.facts.picture.columns / this.table.facts.columns, this.facts.picture.rows / this.table.facts.rows];
   }
 
+  /** @type {(x: number, y: number) => void} */
   pick(x, y) {
     if (!this.isInside(x, y)) return;
     const [[row, column], out] = this.findPixels(x, y);
@@ -246,7 +278,9 @@ class SlicerView {
     this.set("tile", this.table.findOwner(row, column));
   }
 
+  /** @type {(key: string) => boolean} */
   press(key) {
+    /** @type {Record<string, () => void>} */
     const actions = {
       "[": () => this.strip.select(this.model.get("layer") - 1),
       "]": () => this.strip.select(this.model.get("layer") + 1),
@@ -269,6 +303,7 @@ class SlicerView {
       return;
     }
     const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
+    /** @type {(start: number, stop: number, low: number, high: number) => number} */
     const nearest = (start, stop, low, high) => clamp((start + stop) / 2, low, high);
     const [y, x] = [nearest(piece[0], piece[2], own[0], own[2]), nearest(piece[1], piece[3], own[1], own[3])];
     const side = SEAM_PX * Math.max(...this.getPixel());
@@ -283,6 +318,7 @@ class SlicerView {
   }
 }
 
+/** @type {(room: Room<SlicerValues, SlicerContent>) => () => void} */
 function render({ model, el }) {
   const view = new SlicerView(model, el);
   return () => view.close();

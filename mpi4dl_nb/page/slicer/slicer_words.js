@@ -15,24 +15,27 @@ export const SLICER_KEYS = [
   ["o", "the predicted map"],
 ];
 
-/** Return the lines about a tile at a layer; `remarks` are those on the tiles of each stage. */
+/** Return the lines about a tile at a layer; `remarks` are those on the tiles of each stage.
+ * @type {(table: LayerTable, tile: number, reading: Reading, remarks: SlicerFacts["remarks"]) => string[]} */
 export function listTileLines(table, tile, reading, remarks) {
   const { facts } = table, shown = reading === "picture" ? WHOLE_READING : LAYER_READING;
   return [...facts.words[tile], ...(facts.operator ? [shown] : []), ...(remarks[facts.stage]?.[tile] ?? [])];
 }
 
-/** Return a list of the pieces that a tile borrows, each beside the colour of its owner. */
+/** Return a list of the pieces that a tile borrows, each beside the colour of its owner.
+ * @type {(table: LayerTable, tile: number, colours: string[]) => Element} */
 export function makePieceList(table, tile, colours) {
-  const pieces = table.getBorrowed(tile).filter(({ text }) => text);
-  return makeColourList(pieces.map(({ source, text }) =>
-    ({ text, colour: chooseTileColour(source, table.facts.grid[1], colours) })));
+  return makeColourList(table.getBorrowed(tile).flatMap(({ source, text }) =>
+    text ? [{ text, colour: chooseTileColour(source, table.facts.grid[1], colours) }] : []));
 }
 
-/** Return the legend of a predicted map: its classes, each beside its colour. */
+/** Return the legend of a predicted map: its classes, each beside its colour.
+ * @type {(classes: ClassColour[]) => Element} */
 export function makeClassList(classes) {
   return makeElement("div", {}, makeElement("p", { text: "Predicted classes, drawn over the picture:" }), makeColourList(classes));
 }
 
+/** @type {(items: ClassColour[]) => Element} */
 function makeColourList(items) {
   return makeElement("ul", { class: "mpi4dl-legend" }, ...items.map(({ text, colour }) =>
     makeElement("li", {}, makeElement("span", { class: "chip", style: `background: ${colour}` }), text)));
@@ -41,6 +44,7 @@ function makeColourList(items) {
 /**
  * Return the lines about a place of the picture. `at` is its pixel there, `values` are its colours if they have come,
  * `pixel` is what the layer reads there, and `out` its output: all but the colours as [row, column].
+ * @type {(picture: Pick<PictureFacts, "microns">, table: LayerTable, place: PointedPlace) => string[]}
  */
 export function describePlace({ microns }, table, { at, values, pixel, out }) {
   const { facts } = table, [row, column] = pixel, owner = table.findOwner(row, column);
@@ -56,6 +60,7 @@ export function describePlace({ microns }, table, { at, values, pixel, out }) {
   return lines;
 }
 
+/** @type {(table: LayerTable, row: number, column: number) => string[]} */
 function describeBorrowers(table, row, column) {
   const { facts } = table, ranks = table.findBorrowers(row, column).map((tile) => facts.ranks[tile]);
   if (!ranks.length) return facts.operator ? ["no tile borrows it"] : [];

@@ -12,7 +12,9 @@ const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are
 const VALUE_PX = 46; // likewise for the values of the picture's pixels
 const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale bar takes
 
-/** Paint the tiles that the view wants, coarser ones in place of those that have not come yet, and return them. */
+/** Paint the tiles that the view wants, coarser ones in place of those that have not come yet, and return them.
+ * @type {(context: Context, scene: SceneView, picture: PictureFacts, cache: TileCache, preview?: TileImage) =>
+ * PyramidTile[]} */
 export function paintPicture(context, scene, picture, cache, preview) {
   const { transform, view, ratio, size } = scene;
   context.fillStyle = scene.ground;
@@ -29,7 +31,8 @@ export function paintPicture(context, scene, picture, cache, preview) {
   return wanted;
 }
 
-/** Paint a predicted map translucently over its [top, left, bottom, right], as far as the picture goes. */
+/** Paint a predicted map translucently over its [top, left, bottom, right], as far as the picture goes.
+ * @type {(context: Context, scene: SceneView, image: TileImage, place: Rectangle) => void} */
 export function paintPrediction(context, scene, image, place) {
   const { transform, size } = scene;
   const [top, left, bottom, right] = toScreenRectangle(place, transform);
@@ -44,14 +47,18 @@ export function paintPrediction(context, scene, image, place) {
   context.restore();
 }
 
+/** @type {(context: Context, transform: Transform, tile: PyramidTile, image: TileImage, size: Pair) => void} */
 function drawTile(context, transform, tile, image, size) {
   const [left, top, width, height] = getTileRectangle(tile, size);
   // Edges on whole pixels of the screen: neighbours would show a seam between them otherwise.
+  /** @type {(start: number, offset: number) => number} */
   const edge = (start, offset) => Math.round(start * transform.scale + offset);
   const [x, y] = [edge(left, transform.x), edge(top, transform.y)];
   context.drawImage(image, x, y, edge(left + width, transform.x) - x, edge(top + height, transform.y) - y);
 }
 
+/** @type {(context: Context, transform: Transform, tile: PyramidTile, cache: TileCache, levels: number, size: Pair) =>
+ * void} */
 function drawAncestor(context, transform, tile, cache, levels, size) {
   const found = cache.findAncestor(tile, levels);
   if (!found) return;
@@ -64,7 +71,8 @@ function drawAncestor(context, transform, tile, cache, levels, size) {
   );
 }
 
-/** Return [own, needed, pieces] of a tile in pixels of the picture; pieces are { source, rectangle }. */
+/** Return [own, needed, pieces] of a tile in pixels of the picture; pieces are { source, rectangle }.
+ * @type {(table: LayerTable, tile: number, reading: Reading, size: Pair) => [Rectangle, Rectangle, HaloPiece[]]} */
 export function findHalo(table, tile, reading, size) {
   const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
   const own = scaleRectangle(table.getOwned(tile), down, across);
@@ -73,7 +81,8 @@ export function findHalo(table, tile, reading, size) {
       .map(({ source, rectangle }) => ({ source, rectangle: scaleRectangle(rectangle, down, across) }));
     return [own, scaleRectangle(table.getWindow(tile), down, across), pieces];
   }
-  const seen = [...table.getSeen(tile)];
+  const seen = scaleRectangle(table.getSeen(tile), 1, 1);
+  /** @type {HaloPiece[]} */
   const pieces = [];
   for (let source = 0; source < table.tiles; source += 1) {
     const other = scaleRectangle(table.getOwned(source), down, across);
@@ -83,7 +92,9 @@ export function findHalo(table, tile, reading, size) {
   return [own, seen, pieces];
 }
 
-/** Paint tiles, the chosen tile's halo, and the veil over what it does not need; return how much halos are enlarged. */
+/** Paint tiles, the chosen tile's halo, and the veil over what it does not need; return how much halos are enlarged.
+ * @type {(context: Context, scene: SceneView, table: LayerTable, tile: number, reading: Reading, colours: string[])
+ * => number} */
 export function paintTiles(context, scene, table, tile, reading, colours) {
   const { transform, size } = scene;
   const columns = table.facts.grid[1];
@@ -110,7 +121,8 @@ export function paintTiles(context, scene, table, tile, reading, colours) {
   return Math.max(1, ...shown.map((piece) => piece.enlarged));
 }
 
-/** Paint the names of the tiles that are in view. */
+/** Paint the names of the tiles that are in view.
+ * @type {(context: Context, scene: SceneView, table: LayerTable, tile: number) => void} */
 export function paintLabels(context, scene, table, tile) {
   const tiles = listTileEdges(scene, table);
   const own = tiles.find(({ other }) => other === tile)?.edges ?? [0, 0, scene.view[1], scene.view[0]];
@@ -119,7 +131,8 @@ export function paintLabels(context, scene, table, tile) {
   }
 }
 
-/** Return { other, edges } of each tile that is in view: its number and its edges on the screen. */
+/** Return { other, edges } of each tile that is in view: its number and its edges on the screen.
+ * @type {(scene: SceneView, table: LayerTable) => { other: number, edges: Rectangle }[]} */
 function listTileEdges(scene, table) {
   const { transform, view, size } = scene;
   const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
@@ -129,15 +142,17 @@ function listTileEdges(scene, table) {
     bottom >= 0 && top <= view[1] && right >= 0 && left <= view[0]);
 }
 
-/** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue. */
+/** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue.
+ * @type {(context: Context, edges: Rectangle) => void} */
 function paintSeam(context, [top, left, bottom, right]) {
-  for (const [colour, shift] of [["rgb(255 255 255 / 75%)", 1], [DARK, 0]]) {
+  for (const [colour, shift] of /** @type {[string, number][]} */ ([["rgb(255 255 255 / 75%)", 1], [DARK, 0]])) {
     context.strokeStyle = colour;
     context.lineWidth = 1;
     context.strokeRect(Math.round(left) + 0.5 - shift, Math.round(top) + 0.5 - shift, right - left, bottom - top);
   }
 }
 
+/** @type {(context: Context, scene: SceneView, needed: Rectangle, shown: ScreenPiece[]) => void} */
 function paintVeil(context, scene, [top, left, bottom, right], shown) {
   const { transform, view, size } = scene;
   const [x, y] = [Math.max(0, transform.x), Math.max(0, transform.y)];
@@ -154,6 +169,7 @@ function paintVeil(context, scene, [top, left, bottom, right], shown) {
   context.fill("evenodd");
 }
 
+/** @type {(context: Context, edges: Rectangle, colour: string, width: number) => void} */
 function outline(context, [top, left, bottom, right], colour, width) {
   context.strokeStyle = colour;
   context.lineWidth = width;
@@ -161,7 +177,8 @@ function outline(context, [top, left, bottom, right], colour, width) {
   context.strokeRect(left + inset, top + inset, right - left - width, bottom - top - width);
 }
 
-/** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is. */
+/** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is.
+ * @type {(context: Context, view: Pair, edges: Rectangle, name: string, number: string, own: Rectangle) => void} */
 function paintLabel(context, view, [top, left, bottom, right], name, number, own) {
   const [low, high] = [Math.max(top, 0), Math.min(bottom, view[1])];
   const [start, end] = [Math.max(left, 0), Math.min(right, view[0])];
@@ -179,6 +196,7 @@ function paintLabel(context, view, [top, left, bottom, right], name, number, own
   context.fillText(text, x + 4, y + 13);
 }
 
+/** @type {(context: Context, scene: SceneView, table: LayerTable) => void} */
 function paintLayerGrid(context, scene, table) {
   const { transform, view, size } = scene;
   const across = (size[0] / table.facts.columns) * transform.scale;
@@ -191,7 +209,8 @@ function paintLayerGrid(context, scene, table) {
   for (const y of listGridLines(down, transform.y, bottom)) context.fillRect(left, Math.round(y), right - left, 1);
 }
 
-/** Write red, green and blue into the pixels of the picture, where they are large enough. */
+/** Write red, green and blue into the pixels of the picture, where they are large enough.
+ * @type {(context: Context, scene: SceneView, readPixel: PixelColours) => void} */
 export function paintValues(context, scene, readPixel) {
   const { transform, view, size } = scene;
   if (transform.scale < VALUE_PX) return;
@@ -205,13 +224,14 @@ export function paintValues(context, scene, readPixel) {
       context.fillStyle = values[0] + values[1] + values[2] > 380 ? DARK : WHITE;
       const x = (column + 0.5) * transform.scale + transform.x;
       const y = (row + 0.5) * transform.scale + transform.y;
-      values.forEach((value, index) => context.fillText(value, x, y + 4 + 13 * (index - 1)));
+      values.forEach((value, index) => context.fillText(String(value), x, y + 4 + 13 * (index - 1)));
     }
   }
   context.textAlign = "start";
 }
 
-/** Frame a pixel of the layer and, dashed, the rectangle of the picture that it depends on. */
+/** Frame a pixel of the layer and, dashed, the rectangle of the picture that it depends on.
+ * @type {(context: Context, scene: SceneView, pixel: Rectangle, field: Rectangle | null) => void} */
 export function paintCursor(context, scene, pixel, field) {
   const frame = toScreenRectangle(pixel, scene.transform);
   outline(context, frame, WHITE, 4);
@@ -224,7 +244,8 @@ export function paintCursor(context, scene, pixel, field) {
   context.setLineDash([]);
 }
 
-/** Paint a scale bar in the lower left corner, and beside it how much a halo is enlarged. */
+/** Paint a scale bar in the lower left corner, and beside it how much a halo is enlarged.
+ * @type {(context: Context, scene: SceneView, microns: number | null, enlarged: number) => void} */
 export function paintScale(context, scene, microns, enlarged) {
   const [length, label] = chooseScaleBar(scene.transform.scale, 150, microns);
   const note = enlarged > 1.05 ? `   halo enlarged × ${enlarged < 10 ? enlarged.toFixed(1) : Math.round(enlarged)}` : "";

@@ -1,0 +1,157 @@
+// Types of the slicer: what the kernel tells (mpi4dl_nb/widgets/slicer.py, mpi4dl_nb/draw/layer_tables.py), the view.
+
+/** A layer; its tables are in the numbers of all layers from `at` on. Without a model it has no `operator`. */
+interface LayerFacts {
+  at: number;
+  title: string;
+  operator: string;
+  stage: number;
+  grid: Pair; // rows and columns of tiles
+  ranks: number[]; // by tile
+  rows: number;
+  columns: number;
+  out_rows: number;
+  out_columns: number;
+  pixel_bytes: number;
+  pieces: number;
+  moves: string[];
+  computed: boolean;
+  reach: boolean;
+  words: string[][]; // by tile
+}
+
+/** A layer of the model in the strip; `points` are the numbers of those in which tiles borrow. */
+interface NetLayer {
+  name: string;
+  rows: number;
+  columns: number;
+  channels: number;
+  stage: number;
+  tiles: number;
+  points: number[];
+}
+
+/** Where a layer's bar is in the strip, in px. */
+interface NetBar {
+  x: number;
+  middle: number;
+  slot: number;
+  width: number;
+  height: number;
+}
+
+interface PictureFacts {
+  name: string;
+  rows: number;
+  columns: number;
+  levels: number;
+  finest: number;
+  microns: number | null; // of a pixel
+  saved: boolean;
+}
+
+interface ClassColour {
+  text: string;
+  colour: string;
+}
+
+interface SlicerFacts {
+  picture: PictureFacts;
+  layers: LayerFacts[];
+  words: number; // how many numbers the layers have
+  net: NetLayer[];
+  remarks: Record<string, string[][]>; // by stage, then by tile
+  colours: string[];
+  prediction: { classes: ClassColour[]; edges: Rectangle } | null;
+}
+
+interface SlicerValues extends PageValues {
+  facts: SlicerFacts;
+  numbers: Bytes;
+  preview: Bytes;
+  overlay: Bytes;
+  overlaid: boolean;
+  layer: number;
+  tile: number;
+  reading: Reading;
+  fields: boolean;
+  place: number[];
+  picked: number[];
+}
+
+/** What the kernel sends: image files, of the whole picture or of tiles, or why the tiles cannot be read. */
+interface SlicerContent {
+  pictures?: boolean;
+  tiles?: PyramidTile[];
+  trouble?: string;
+}
+
+/** Whether the halo at one layer is shown, or all that outputs read of the picture. */
+type Reading = "layer" | "picture";
+
+/** A tile of the pyramid: [level, row, column]. */
+type PyramidTile = [number, number, number];
+type TileImage = ImageBitmap;
+
+/** What a tile borrows: numbers of tiles, and the rectangle; `text` is the message that brings it. */
+interface BorrowedPiece {
+  source: number;
+  target: number;
+  rectangle: Int32Array;
+  text?: string;
+}
+
+/** A borrowed rectangle in pixels of the picture. */
+interface HaloPiece {
+  source: number;
+  rectangle: Rectangle;
+}
+
+/** A borrowed rectangle on the screen; `enlarged` is by how much it is drawn thicker than it is. */
+interface ScreenPiece {
+  left: number;
+  top: number;
+  right: number;
+  bottom: number;
+  enlarged: number;
+}
+
+/** screen = scene * scale + offset, for both axes. */
+interface Transform {
+  scale: number;
+  x: number;
+  y: number;
+}
+
+/** What painters need of a scene, once it has a transform. */
+interface SceneView {
+  transform: Transform;
+  view: Pair;
+  ratio: number;
+  size: Pair;
+  ground: string;
+}
+
+/** Who decides what is on a scene, and what is done there. Points (x, y) are those of the scene. */
+interface SceneOwner {
+  paint(context: Context, scene: Scene): void;
+  describe(x: number, y: number): string[];
+  pick(x: number, y: number): void;
+  press(key: string): boolean;
+  getPixel(): Pair;
+  leave(): void;
+  settle(): void;
+}
+
+/** A place of the picture: its pixel and that pixel's colours, the layer's pixel, and that of the layer's output. */
+interface PointedPlace {
+  at: Pair;
+  values: number[] | null;
+  pixel: Pair;
+  out: Pair;
+}
+
+type PixelColours = (row: number, column: number) => [number, number, number] | null;
+type LayerTable = import("./layer_table.js").LayerTable;
+type Scene = import("./scene.js").Scene;
+type TileCache = import("./pyramid.js").TileCache;
