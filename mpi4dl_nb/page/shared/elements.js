@@ -153,8 +153,9 @@ export function makeFrameLoop(draw) {
   return request;
 }
 
-/** @type {Theme} */
-const LIGHT = { ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2" };
+/** The colours of the light theme.
+ * @type {Theme} */
+export const LIGHT = { ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2" };
 
 /**
  * Return the colours of the theme in which an element is shown, light or dark: those of page.css, by name.

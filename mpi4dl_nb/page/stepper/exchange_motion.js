@@ -2,7 +2,8 @@
 
 import { clamp } from "../shared/numbers.js";
 
-/** Return a progress that starts and ends slowly. */
+/** Return a progress that starts and ends slowly.
+ * @type {(progress: number) => number} */
 function easeBoth(progress) {
   return progress < 0.5 ? 4 * progress ** 3 : 1 - (2 - 2 * progress) ** 3 / 2;
 }
@@ -10,10 +11,12 @@ function easeBoth(progress) {
 /** Return `{ lift, travel, landed, glow }` of message `index` of `count`, each 0 to 1, at a progress of its frame.
  *
  * A strip lifts off its owner, travels, and lands; the glow of its landing fades. Later messages start a little later.
+ * @type {(progress: number, index: number, count: number) => Flight}
  */
 export function computeFlight(progress, index, count) {
   const delay = count > 1 ? (0.16 * index) / (count - 1) : 0;
   const own = clamp((progress - delay) / (1 - 0.16), 0, 1);
+  /** @type {(from: number, to: number) => number} */
   const ramp = (from, to) => clamp((own - from) / (to - from), 0, 1);
   return {
     lift: ramp(0, 0.14) * (1 - ramp(0.72, 0.84)),
@@ -23,28 +26,32 @@ export function computeFlight(progress, index, count) {
   };
 }
 
-/** Return the rectangle at `travel` between two, on a bow to the right of its way: two that swap do not meet. */
+/** Return the rectangle at `travel` between two, on a bow to the right of its way: two that swap do not meet.
+ * @type {(from: Rectangle, to: Rectangle, travel: number) => Rectangle} */
 export function bendBetween(from, to, travel) {
   const start = findCentre(from), end = findCentre(to);
   const way = [end[0] - start[0], end[1] - start[1]], long = Math.max(1, Math.hypot(...way));
   const bow = (clamp(0.18 * long, 7, 30) / long) * Math.sin(Math.PI * travel);
-  const size = [2, 3].map((side) => from[side] + (to[side] - from[side]) * travel);
+  const [wide, high] = [2, 3].map((side) => from[side] + (to[side] - from[side]) * travel);
   const middle = [start[0] + way[0] * travel - way[1] * bow, start[1] + way[1] * travel + way[0] * bow];
-  return [middle[0] - size[0] / 2, middle[1] - size[1] / 2, ...size];
+  return [middle[0] - wide / 2, middle[1] - high / 2, wide, high];
 }
 
-/** Return a rectangle grown by `px` on all sides. */
+/** Return a rectangle grown by `px` on all sides.
+ * @type {(rectangle: Rectangle, px: number) => Rectangle} */
 export function growRectangle([left, top, width, height], px) {
   return [left - px, top - px, width + 2 * px, height + 2 * px];
 }
 
-/** Return a strip as it is drawn at a `lift` of 0 to 1: off the ground even a strip of one pixel is 10 px thick. */
+/** Return a strip as it is drawn at a `lift` of 0 to 1: off the ground even a strip of one pixel is 10 px thick.
+ * @type {(rectangle: Rectangle, lift: number) => Rectangle} */
 export function liftRectangle([left, top, width, height], lift) {
   const [wide, high] = [width, height].map((side) => side + lift * (3 + Math.max(0, 10 - side)));
   return [left - (wide - width) / 2, top - (high - height) / 2, wide, high];
 }
 
-/** Return the centre [x, y] of a rectangle. */
+/** Return the centre [x, y] of a rectangle.
+ * @type {(rectangle: Rectangle) => Pair} */
 export function findCentre([left, top, width, height]) {
   return [left + width / 2, top + height / 2];
 }
@@ -52,8 +59,10 @@ export function findCentre([left, top, width, height]) {
 /** Return where the term of a sum is, 0 on its rank to 1 at the sum sign, and whether it is the `total` coming back.
  *
  * A sum that is only begun stays at the sign; one that has arrived comes from there.
+ * @type {(progress: number, sum: Pick<StepSum, "starts" | "waits">) => { at: number, total: boolean }}
  */
 export function computeTerm(progress, { starts, waits }) {
+  /** @type {(from: number, to: number) => number} */
   const there = (from, to) => easeBoth(clamp((progress - from) / (to - from), 0, 1));
   if (starts && waits && progress < 0.5) return { at: there(0, 0.45), total: false };
   if (starts && waits) return { at: 1 - there(0.55, 1), total: true };

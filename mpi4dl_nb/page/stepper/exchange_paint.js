@@ -11,24 +11,33 @@ const FOCUS = "#d95f02", MOST_WAYS = 40;
 
 /** Paints frames: all ranks, and above them what travels. */
 export class ExchangePainter extends RankPainter {
+  /** @type {StripPictures[]} */
+  strips = []; // of the frame's messages
+
+  /** @override
+   * @type {(frame: StepFrame, placed: PanelPlaces, fades: boolean) => void} */
   setFrame(frame, placed, fades) {
     super.setFrame(frame, placed, fades);
     this.strips = frame.meta.messages.map((message) => this.colourMessage(message));
   }
 
+  /** @type {(message: StepMessage) => StripPictures} */
   colourMessage(message) {
     const palette = this.palettes[Number(message.back)], arrived = readValues(this.frame, message.arrived);
     if (!arrived) return { arrived: null, before: null };
     const place = this.placed[message.target];
+    /** @type {Pair} */
     const span = place ? place.group.span : [Math.min(...arrived.numbers), Math.max(...arrived.numbers)];
     const before = readValues(this.frame, message.before);
     return { arrived: colourValues(arrived, span, palette), before: before && colourValues(before, span, palette) };
   }
 
-  /** Paint all at `progress` (0 to 1) of the frame's motion: `focus` is the chosen message, `look` the theme. */
-  paint(context, layout, progress, focus, look, cursor) {
+  /** Paint all at `progress` (0 to 1) of the frame's motion: `focus` is the chosen message, `look` the theme.
+   * @type {(layout: StepLayout, progress: number, focus: number, look: StepLook, cursor: StepPixel
+   * | null) => void} */
+  paint(layout, progress, focus, look, cursor) {
     const { messages, sums } = this.frame.meta;
-    this.paintRanks(context, layout, progress, look);
+    this.paintRanks(layout, progress, look);
     const flights = messages.map((_, index) => computeFlight(progress, index, messages.length));
     messages.forEach((message, index) => this.paintTarget(message, this.strips[index], flights[index]));
     const others = messages.length > MOST_WAYS ? [] : messages.keys();
@@ -42,14 +51,17 @@ export class ExchangePainter extends RankPainter {
     if (cursor) this.paintCursor(cursor);
   }
 
-  /** Return the rectangles of a message on its source and its target. */
+  /** Return the rectangles of a message on its source and its target.
+   * @type {(message: StepMessage) => [Rectangle, Rectangle]} */
   locateEnds(message) {
     const target = this.placed[message.target], size = target?.group.size;
-    return [message.source, message.target].map(
-      (rank) => locateMessage(this.placed[rank], this.layout.cells[rank], message.tile, size));
+    /** @type {(rank: number) => Rectangle} */
+    const locate = (rank) => locateMessage(this.placed[rank], this.layout.cells[rank], message.tile, size);
+    return [locate(message.source), locate(message.target)];
   }
 
-  /** Until a strip has landed, its place shows what was there before: gradients, or nothing yet. */
+  /** Until a strip has landed, its place shows what was there before: gradients, or nothing yet.
+   * @type {(message: StepMessage, strip: StripPictures, flight: Flight) => void} */
   paintTarget(message, strip, flight) {
     if (flight.landed) return;
     const { context, look } = this, place = this.locateEnds(message)[1];
@@ -65,6 +77,7 @@ export class ExchangePainter extends RankPainter {
     }
   }
 
+  /** @type {(message: StepMessage, flight: Flight, focused: boolean) => void} */
   paintWay(message, flight, focused) {
     const { context, look } = this, [from, to] = this.locateEnds(message);
     context.globalAlpha = focused ? 1 : 0.35;
@@ -93,6 +106,7 @@ export class ExchangePainter extends RankPainter {
     }
   }
 
+  /** @type {(message: StepMessage, strip: StripPictures, flight: Flight, focused: boolean) => void} */
   paintStrip(message, strip, flight, focused) {
     const { context, look } = this, [from, to] = this.locateEnds(message);
     if (flight.landed) {
@@ -128,7 +142,8 @@ export class ExchangePainter extends RankPainter {
     context.stroke();
   }
 
-  /** The terms of a sum go to a sum sign in the middle of its ranks, and the total comes back. */
+  /** The terms of a sum go to a sum sign in the middle of its ranks, and the total comes back.
+   * @type {(sum: StepSum, sign: Pair, progress: number) => void} */
   paintTerms(sum, sign, progress) {
     const { context, look, layout } = this;
     const { at, total } = computeTerm(progress, sum);
@@ -152,6 +167,7 @@ export class ExchangePainter extends RankPainter {
     }
   }
 
+  /** @type {(sign: Pair) => void} */
   paintSign(sign) {
     const { context, look } = this;
     context.fillStyle = look.paper;

@@ -1,14 +1,15 @@
 // Paints each rank of a frame in its cell: its values as colours, what it borrows striped, and padding dotted.
-import { FONT, strokeCasedRectangle } from "../shared/canvas.js";
+import { FONT, getContext, makeOffscreen, strokeCasedRectangle } from "../shared/canvas.js";
 import { getCellHead, locateTile, splitHalo } from "./exchange_layout.js";
-import { getDuration, readValues } from "./step_frames.js";
+import { LIGHT_LOOK } from "./step_caption.js";
+import { NO_FRAME, getDuration, readValues } from "./step_frames.js";
 
 const FADE_MS = 280;
 
-/** Return a canvas with one pixel for each value, coloured from `span` [low, high] by 256 colours of a palette. */
+/** Return a canvas with one pixel for each value, coloured from `span` [low, high] by 256 colours of a palette.
+ * @type {(values: FrameValues, span: Pair, palette: Uint8Array<ArrayBuffer>) => OffscreenCanvas} */
 export function colourValues({ numbers, high, wide }, [low, most], palette) {
-  const canvas = new OffscreenCanvas(wide, high), context = canvas.getContext("2d");
-  const image = context.createImageData(wide, high);
+  const context = makeOffscreen(wide, high), image = context.createImageData(wide, high);
   const colours = new Uint32Array(palette.buffer, palette.byteOffset, 256), pixels = new Uint32Array(image.data.buffer);
   const scale = most > low ? 255 / (most - low) : 0;
   numbers.forEach((number, at) => {
@@ -16,21 +17,34 @@ export function colourValues({ numbers, high, wide }, [low, most], palette) {
     pixels[at] = colours[index > 255 ? 255 : index > 0 ? index : 0];
   });
   context.putImageData(image, 0, 0);
-  return canvas;
+  return context.canvas;
 }
 
 /** Paints ranks. `setup` is the kernel's description of the step, `palettes` the colours of values and gradients. */
 export class RankPainter {
-  constructor(setup, palettes) {
+  /** @param {StepSetup} setup
+   * @param {Uint8Array<ArrayBuffer>} palettes
+   * @param {HTMLCanvasElement} canvas */
+  constructor(setup, palettes, canvas) {
     this.setup = setup;
     this.palettes = [palettes.slice(0, 1024), palettes.slice(1024, 2048)];
-    this.images = new Map();
+    this.context = getContext(canvas);
+    this.look = LIGHT_LOOK;
+    /** @type {StepLayout} */
+    this.layout = { high: 0, boxes: [], cells: [] };
+    this.frame = NO_FRAME;
+    /** @type {PanelPlaces} */
+    this.placed = [];
+    /** @type {Map<number, OffscreenCanvas>} */
+    this.images = new Map(); // of the values of each rank
+    /** @type {{ placed: PanelPlaces, images: Map<number, OffscreenCanvas> } | null} */
     this.before = null;
   }
 
-  /** Take a frame, with the place of each rank's values; the values shown before fade out. */
+  /** Take a frame, with the place of each rank's values; the values shown before fade out.
+   * @type {(frame: StepFrame, placed: PanelPlaces, fades: boolean) => void} */
   setFrame(frame, placed, fades) {
-    this.before = fades && this.frame ? { placed: this.placed, images: this.images } : null;
+    this.before = fades ? { placed: this.placed, images: this.images } : null;
     this.frame = frame;
     this.images = new Map();
     this.placed = placed;
@@ -41,13 +55,16 @@ export class RankPainter {
     });
   }
 
-  /** Paint all boxes and cells at `progress` (0 to 1) of the frame's motion; `look` are the theme's colours. */
-  paintRanks(context, layout, progress, look) {
-    Object.assign(this, { context, layout, look });
+  /** Paint all boxes and cells at `progress` (0 to 1) of the frame's motion; `look` are the theme's colours.
+   * @type {(layout: StepLayout, progress: number, look: StepLook) => void} */
+  paintRanks(layout, progress, look) {
+    this.layout = layout;
+    this.look = look;
     layout.boxes.forEach((box, index) => this.paintBox(box, this.setup.boxes[index]));
     layout.cells.forEach((cell, rank) => this.paintCell(cell, rank, progress));
   }
 
+  /** @type {(box: Rectangle, words: StepBox) => void} */
   paintBox([left, top, width, height], { title }) {
     const { context, look } = this;
     context.fillStyle = look.panel;
@@ -61,6 +78,7 @@ export class RankPainter {
     context.fillText(title, left - 4, top - 8);
   }
 
+  /** @type {(cell: Rectangle, rank: number, progress: number) => void} */
   paintCell(cell, rank, progress) {
     const { context, look } = this, [left, top, width, height] = cell, state = this.frame.meta.ranks[rank];
     const place = this.placed[rank];
@@ -79,7 +97,7 @@ export class RankPainter {
     const old = this.before?.placed[rank], faded = Math.min(1, (progress * getDuration(this.frame.meta)) / FADE_MS);
     context.imageSmoothingEnabled = false;
     const oldImage = this.before?.images.get(rank);
-    if (oldImage && faded < 1) context.drawImage(oldImage, ...old.rectangle);
+    if (old && oldImage && faded < 1) context.drawImage(oldImage, ...old.rectangle);
     context.globalAlpha = old ? faded : 1;
     if (image) context.drawImage(image, x, y, wide, high);
     context.globalAlpha = 1;
@@ -90,9 +108,11 @@ export class RankPainter {
     context.strokeRect(...own);
   }
 
-  /** Mark what a rank holds beside its own pixels: stripes on what it borrows, dots on grey beyond the image. */
+  /** Mark what a rank holds beside its own pixels: stripes on what it borrows, dots on grey beyond the image.
+   * @type {(place: PanelPlace) => void} */
   markHalo(place) {
     const { context, look } = this, { borrowed, padding } = splitHalo(place.panel, place.group.size);
+    /** @type {(tile: Rectangle, ground: string, draw: (...box: Rectangle) => void) => void} */
     const mark = (tile, ground, draw) => {
       const [left, top, width, height] = locateTile(place, tile);
       context.save();
@@ -108,6 +128,7 @@ export class RankPainter {
     for (const tile of padding) mark(tile, look.padding, (...box) => this.drawDots(...box));
   }
 
+  /** @type {(left: number, top: number, width: number, height: number) => void} */
   drawStripes(left, top, width, height) {
     const { context, look } = this;
     context.strokeStyle = look.hatch;
@@ -120,6 +141,7 @@ export class RankPainter {
     context.stroke();
   }
 
+  /** @type {(left: number, top: number, width: number, height: number) => void} */
   drawDots(left, top, width, height) {
     const { context, look } = this;
     context.fillStyle = look.hatch;
@@ -135,6 +157,7 @@ export class RankPainter {
     });
   }
 
+  /** @type {(cell: Rectangle, rank: number, state: RankState) => void} */
   paintHead([left, top, width], rank, state) {
     const { context, look } = this;
     context.textBaseline = "middle";
@@ -157,6 +180,7 @@ export class RankPainter {
     context.fillText(name, left + 4, top + 10);
   }
 
+  /** @type {(text: string, room: Rectangle) => void} */
   writeInside(text, [left, top, width, height]) {
     const { context, look } = this;
     context.font = `12px ${FONT}`;
@@ -174,6 +198,7 @@ export class RankPainter {
       context.fillText(line, left + width / 2, top + height / 2 + 4 + 16 * (at - (lines.length - 1) / 2)));
   }
 
+  /** @type {(pixel: StepPixel) => void} */
   paintCursor({ rank, row, col }) {
     const place = this.placed[rank];
     if (!place) return;

@@ -1,8 +1,9 @@
 // What the ranks show, in words with a scale of colours, and the colours of the page's theme.
-import { makeElement, readColours } from "../shared/elements.js";
+import { LIGHT, makeElement, readColours } from "../shared/elements.js";
 import { formatNumber } from "./step_frames.js";
 
-/** Return a line about a group of ranks that show parts of one value: its name, its size and its colours. */
+/** Return a line about a group of ranks that show parts of one value: its name, its size and its colours.
+ * @type {(group: PanelGroup, palettes: Uint8Array[]) => Element} */
 export function makeCaption({ title, span, gradient, panels }, palettes) {
   const palette = palettes[Number(gradient)];
   const stops = [0, 64, 128, 192, 255].map((at) => `rgb(${palette.slice(4 * at, 4 * at + 3).join(" ")})`);
@@ -18,10 +19,14 @@ export function makeCaption({ title, span, gradient, panels }, palettes) {
   return makeElement("div", {}, text, scale);
 }
 
-/** Return the colours of the theme in which `element` is shown, light or dark. */
+// What a rank borrows lies on values of any colour, not on the paper.
+const MARKS = { tint: "rgb(255 255 255 / 32%)", padding: "rgb(190 190 190 / 75%)", hatch: "rgb(0 0 0 / 60%)" };
+
+/** The colours until `element` is in the page. */
+export const LIGHT_LOOK = { ...LIGHT, ...MARKS };
+
+/** Return the colours of the theme in which `element` is shown, light or dark.
+ * @type {(element: Element) => StepLook} */
 export function readLook(element) {
-  // What a rank borrows lies on values of any colour, not on the paper.
-  return {
-    ...readColours(element), tint: "rgb(255 255 255 / 32%)", padding: "rgb(190 190 190 / 75%)", hatch: "rgb(0 0 0 / 60%)",
-  };
+  return { ...readColours(element), ...MARKS };
 }

@@ -6,18 +6,21 @@ import { listenToDrag } from "../shared/pointer_drag.js";
 import { SPEEDS } from "./step_player.js";
 import { summariseFrame } from "./step_frames.js";
 
+/** @type {Record<string, [string, string]>} */
 const SIGNS = {
   compute: ["c", "#56b4e9"], halo: ["h", "#009e73"], stage: ["s", "#cc79a7"], "all-reduce": ["Σ", "#f0e442"],
   update: ["u", "#9e9e9e"], "": ["·", "#d9d9d9"],
 };
 const HIGH = 30, RESTART = "r";
 
-/** Return the index of the frame at x of a scrubber `wide` px wide with `count` frames. */
+/** Return the index of the frame at x of a scrubber `wide` px wide with `count` frames.
+ * @type {(x: number, wide: number, count: number) => number} */
 export function findFrame(x, wide, count) {
   return clamp(Math.floor(x / getFrameWidth(wide, count)), 0, count - 1);
 }
 
-/** Return the width of a frame's mark, in px: frames get narrower only when the bar is full. */
+/** Return the width of a frame's mark, in px: frames get narrower only when the bar is full.
+ * @type {(wide: number, count: number) => number} */
 export function getFrameWidth(wide, count) {
   return Math.min(20, wide / Math.max(1, count));
 }
@@ -27,8 +30,13 @@ export function getFrameWidth(wide, count) {
  * `runs` are [key, name, what it does] of all that makes the ranks go on, `run(key)` does it.
  */
 export class StepControls {
+  /** @param {StepPlayer} player
+   * @param {StepRun[]} runs
+   * @param {(key: string) => void} run */
   constructor(player, runs, run) {
     this.player = player;
+    this.state = this.painted = ""; // what `update` and `paint` have shown
+    this.refusedAt = -1;
     this.runButtons = runs.map(([key, name, does]) =>
       makeButton(name, `${does} (${key})`, () => run(key), { "data-key": key }));
     this.backButton = makeButton("◀ Back", "One frame back in the record: the ranks stay where they are (left arrow)",
@@ -59,10 +67,12 @@ export class StepControls {
       ([kind, [sign, colour]]) => makeElement("span", { class: "mpi4dl-look" }, makeMark(sign, colour), ` ${kind}`)),
       makeElement("span", { text: "above: forward, below: backward, »: several at once" }), this.note);
     this.element = makeElement("div", { "data-lm-suppress-shortcuts": "true" }, this.bar, line, this.slider, legend);
+    /** @type {(event: PointerEvent) => void} */
     const drag = (event) => this.drag(event);
     listenToDrag(this.slider, { begin: drag, move: drag, hover: (event) => this.name(event) });
   }
 
+  /** @type {(event: PointerEvent) => void} */
   drag(event) {
     const { left, width } = this.slider.getBoundingClientRect(), frames = this.player.store.frames.length;
     if (!frames) return;
@@ -71,7 +81,8 @@ export class StepControls {
     this.update();
   }
 
-  /** Name the frame under the pointer. */
+  /** Name the frame under the pointer.
+   * @type {(event: PointerEvent) => void} */
   name(event) {
     const { left, width } = this.slider.getBoundingClientRect(), { frames } = this.player.store;
     if (frames.length) this.slider.title = frames[findFrame(event.clientX - left, width, frames.length)].meta.title;
@@ -85,12 +96,12 @@ export class StepControls {
     const state = [step, title, index, last, playing, waiting, note, isDone].join();
     if (state === this.state) return;
     this.state = state;
-    this.backButton.setAttribute("aria-disabled", index <= 0);
-    this.forwardButton.setAttribute("aria-disabled", index >= last);
-    this.playButton.setAttribute("aria-disabled", player.ended);
+    this.backButton.setAttribute("aria-disabled", String(index <= 0));
+    this.forwardButton.setAttribute("aria-disabled", String(index >= last));
+    this.playButton.setAttribute("aria-disabled", String(player.ended));
     for (const button of this.runButtons) {
       // A step that is done can only be begun again.
-      button.setAttribute("aria-disabled", waiting || (isDone && button.dataset.key !== RESTART));
+      button.setAttribute("aria-disabled", String(waiting || (isDone && button.dataset.key !== RESTART)));
     }
     this.playButton.textContent = playing ? "❚❚ Pause" : "▶ Play";
     this.playButton.setAttribute("aria-pressed", String(playing));
@@ -100,14 +111,15 @@ export class StepControls {
     this.title.textContent = this.title.title = merged ? `${title.replace(/\.?$/, ".")} ${merged}` : title;
     if (index !== this.refusedAt) this.showTrouble("");
     this.note.textContent = note;
-    this.slider.setAttribute("aria-valuemax", last);
-    this.slider.setAttribute("aria-valuenow", index);
+    this.slider.setAttribute("aria-valuemax", String(last));
+    this.slider.setAttribute("aria-valuenow", String(index));
     const { kind, phase } = summariseFrame(frame.meta);
     const what = kind ? `${phase} ${kind}` : "start";
     this.slider.setAttribute("aria-valuetext", `${index + 1} of ${last + 1}: ${what}`);
   }
 
-  /** Show what was refused in the place of the title, until another frame is shown. */
+  /** Show what was refused in the place of the title, until another frame is shown.
+   * @type {(text: string) => void} */
   showTrouble(text) {
     this.refusedAt = this.player.index;
     this.trouble.textContent = text && `⚠ ${text}`;
@@ -115,7 +127,8 @@ export class StepControls {
     this.title.hidden = Boolean(text);
   }
 
-  /** Paint the marks of all frames, and the shown one. */
+  /** Paint the marks of all frames, and the shown one.
+   * @type {(look: Theme) => void} */
   paint(look) {
     const { canvas, player: { store: { frames }, index: shown } } = this, wide = this.slider.clientWidth;
     // While a motion is drawn, frame by frame, the scrubber stays as it is.
@@ -144,12 +157,14 @@ export class StepControls {
   }
 }
 
+/** @type {(name: string, look: string, ...parts: Child[]) => Element} */
 function makeGroup(name, look, ...parts) {
   const label = name ? [makeElement("span", { class: "mpi4dl-step-group-name", text: `${name}:`, "aria-hidden": "true" })] : [];
   const role = name ? { role: "group", "aria-label": name } : {};
   return makeElement("div", { class: `mpi4dl-step-group ${look}`.trim(), ...role }, ...label, ...parts);
 }
 
+/** @type {(sign: string, colour: string) => Element} */
 function makeMark(sign, colour) {
   const mark = makeElement("span", { class: "mpi4dl-mark", text: sign });
   mark.style.background = colour;

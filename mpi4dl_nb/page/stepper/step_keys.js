@@ -1,20 +1,25 @@
 // The keys of a debugged step: those that go through the record, and those with which the ranks go on.
 
-/** The keys with which the record is looked at. */
+/** The keys with which the record is looked at.
+ * @type {[string, string][]} */
 export const RECORD_KEYS = [
   ["← →", "back and forward in the record; at its end, → is the next instruction on the ranks"],
   ["Home End", "the first, the newest frame"], ["PageUp PageDown", "ten frames"], ["space", "play or pause"],
   ["[ ]", "which message"], ["Shift + arrows", "from pixel to pixel"],
 ];
 
+/** @type {Record<string, Pair>} */
 const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
-/** Return the action of each key. `turn(by)` chooses another message; the keys that `model` accepts go to the ranks. */
+/** Return the action of each key. `turn(by)` chooses another message; the keys that `model` accepts go to the ranks.
+ * @type {(player: StepPlayer, model: Model<StepperValues>, turn: (by: number) => void) => KeyActions} */
 export function makeKeyActions(player, model, turn) {
+  /** @type {(index: number) => void} */
   const jump = (index) => {
     player.pause();
     player.seek(index);
   };
+  /** @type {KeyActions} */
   const actions = {
     ArrowLeft: () => player.back(),
     ArrowRight: () => player.stepOnce(),
@@ -36,11 +41,12 @@ export function makeKeyActions(player, model, turn) {
   return actions;
 }
 
-/** Do what a key stands for: one of the actions or, with Shift, `moveCursor(down, across)`. */
+/** Do what a key stands for: one of the actions or, with Shift, `moveCursor(down, across)`.
+ * @type {(event: KeyboardEvent, actions: KeyActions, moveCursor: (down: number, across: number) => void) => void} */
 export function handleStepKey(event, actions, moveCursor) {
-  const { key, shiftKey, target } = event;
-  if (event.ctrlKey || event.metaKey || event.altKey || target.tagName === "SELECT") return;
-  if (key === " " && ["BUTTON", "SUMMARY"].includes(target.tagName)) return;
+  const { key, shiftKey } = event, { tagName } = /** @type {Element} */ (event.target);
+  if (event.ctrlKey || event.metaKey || event.altKey || tagName === "SELECT") return;
+  if (key === " " && ["BUTTON", "SUMMARY"].includes(tagName)) return;
   const action = shiftKey && MOVES[key] ? () => moveCursor(...MOVES[key]) : actions[key];
   if (!action) return;
   action();

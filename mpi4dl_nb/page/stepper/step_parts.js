@@ -4,9 +4,9 @@ import { makeElement, makeKeyHelp } from "../shared/elements.js";
 /**
  * Return the elements by name: `stage` has the `keys`, listed behind "?", `words` describe it, and `status` is read out
  * when it changes.
+ * @type {(canvas: HTMLCanvasElement, controls: StepControls, strips: MessageStrips, table: StepTable, keys: string[][]) => StepParts}
  */
-export function makeStepParts(controls, strips, table, keys) {
-  const canvas = makeElement("canvas", { "aria-hidden": "true" });
+export function makeStepParts(canvas, controls, strips, table, keys) {
   const caption = makeElement("div", { class: "mpi4dl-step-caption" });
   const id = `mpi4dl-${Math.random().toString(36).slice(2)}`;
   const words = makeElement("div", { class: "mpi4dl-hidden mpi4dl-words", id });

@@ -3,7 +3,8 @@ import { clamp } from "../shared/numbers.js";
 import { isInside } from "../shared/rectangles.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
-/** Return lines of text about pixel { rank, row, col } of a frame, where `place` is what its rank shows. */
+/** Return lines of text about pixel { rank, row, col } of a frame, where `place` is what its rank shows.
+ * @type {(frame: StepFrame, place: PanelPlace, pixel: StepPixel) => string[]} */
 export function describePixel(frame, { panel, group }, { rank, row, col }) {
   const values = readValues(frame, panel.values), [high, wide] = panel.blockPx;
   const at = [(row - panel.held[0]) / high, (col - panel.held[1]) / wide].map(Math.floor);
@@ -16,9 +17,10 @@ export function describePixel(frame, { panel, group }, { rank, row, col }) {
   ];
 }
 
+/** @type {(panel: RankPanel, group: PanelGroup, row: number, col: number) => string} */
 function describeOwner(panel, group, row, col) {
   if (isInside(panel.own, row, col)) return "own pixel";
-  if (group.size.length === 2 && !isInside([0, 0, ...group.size], row, col)) return "beyond the image: padding";
+  if (group.size.length === 2 && !isInside([0, 0, group.size[0], group.size[1]], row, col)) return "beyond the image: padding";
   const owner = group.panels.find(({ own }) => isInside(own, row, col));
   return owner ? `halo, owned by rank ${owner.rank}` : "halo";
 }
@@ -26,6 +28,7 @@ function describeOwner(panel, group, row, col) {
 /** Return the pixel { rank, row, col } beside another one, which is the middle of the first rank if there is none.
  *
  * At the edge of what a rank holds, the way goes on in the rank that owns the next pixel, if there is one.
+ * @type {(placed: PanelPlaces, pixel: StepPixel | null, down: number, across: number) => StepPixel | null}
  */
 export function movePixel(placed, pixel, down, across) {
   const place = placed[pixel?.rank ?? placed.findIndex(Boolean)];

@@ -10,9 +10,15 @@ export const SPEEDS = [0.25, 0.5, 1, 2, 4];
  * on; `tell()` is called when anything else has changed. Nothing is undone on the ranks by going back.
  */
 export class StepPlayer {
+  /** @param {FrameStore} store
+   * @param {PlayerActs} acts */
   constructor(store, { show, ask, tell }) {
-    Object.assign(this, { store, show, ask, tell });
+    this.store = store;
+    this.show = show;
+    this.ask = ask;
+    this.tell = tell;
     this.index = -1;
+    this.asked = 0; // the number of the last question
     this.playing = this.waiting = false;
     this.speed = 0.5; // of a motion of about a second: slow enough to be followed
   }
@@ -40,7 +46,8 @@ export class StepPlayer {
     this.step();
   }
 
-  /** Let the ranks go on by what a key stands for. What comes is shown. */
+  /** Let the ranks go on by what a key stands for. What comes is shown.
+   * @type {(key: string) => void} */
   go(key) {
     if (this.waiting) return;
     this.waiting = true;
@@ -60,7 +67,8 @@ export class StepPlayer {
     this.seek(this.index + 1, this.recorded);
   }
 
-  /** Show the frame of an index, or the nearest one. */
+  /** Show the frame of an index, or the nearest one.
+   * @type {(index: number, moves?: boolean) => void} */
   seek(index, moves = false) {
     const wanted = clamp(index, 0, this.store.last);
     if (wanted !== this.index || moves) {
@@ -69,7 +77,8 @@ export class StepPlayer {
     }
   }
 
-  /** Take over a frame that the kernel has sent: it is shown if the newest one was, or the ranks were asked. */
+  /** Take over a frame that the kernel has sent: it is shown if the newest one was, or the ranks were asked.
+   * @type {(meta: FrameMeta, buffer: Bytes) => void} */
   take(meta, buffer) {
     const before = this.store.frames[this.index]?.meta, follows = this.waiting || !this.recorded;
     const index = this.store.add(meta, buffer);
@@ -80,18 +89,20 @@ export class StepPlayer {
       this.index = index;
       this.show(index, index > 0 && !repeated && (asked || before?.step === meta.step));
     } else {
-      const isSame = ({ meta: each }) => each.step === before.step && each.number === before.number;
+      /** @type {(frame: StepFrame) => boolean} */
+      const isSame = ({ meta: each }) => each.step === before?.step && each.number === before.number;
       const same = this.store.frames.findIndex(isSame);
       this.index = same < 0 ? Math.min(this.index, this.store.last) : same;
       this.show(this.index, false);
     }
   }
 
-  /** Add recorded frames, oldest first, without leaving the frame that is shown. */
+  /** Add recorded frames, oldest first, without leaving the frame that is shown.
+   * @type {(metas: FrameMeta[], buffers: Bytes[]) => void} */
   takeHistory(metas, buffers) {
     const shown = this.store.frames[this.index]?.meta.number;
     const known = new Set(this.store.frames.map((each) => each.meta.number));
-    metas.forEach((meta, at) => known.has(meta.number) || this.store.add(meta, buffers[at]));
+    metas.forEach((meta, at) => { if (!known.has(meta.number)) this.store.add(meta, buffers[at]); });
     this.index = this.store.frames.findIndex((each) => each.meta.number === shown);
     this.tell();
   }
@@ -102,7 +113,8 @@ export class StepPlayer {
     this.tell();
   }
 
-  /** The kernel has done what was asked by this number. If no frame has come by then, none will. */
+  /** The kernel has done what was asked by this number. If no frame has come by then, none will.
+   * @type {(asked: number) => void} */
   answer(asked) {
     if (this.waiting && asked === this.asked) this.refuse();
   }

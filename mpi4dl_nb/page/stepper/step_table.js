@@ -5,6 +5,7 @@ import { makeSwatch } from "../shared/textures.js";
 
 /** A table with a row per rank; `update(meta)` shows a frame. */
 export class StepTable {
+  /** @param {StepSetup} setup */
   constructor(setup) {
     this.setup = setup;
     this.backgrounds = setup.looks.map((look) => makeSwatch(look, WHITE, DARK));
@@ -26,6 +27,7 @@ export class StepTable {
     this.element = makeElement("div", told, line, makeElement("table", {}, makeElement("thead", {}, head), body));
   }
 
+  /** @type {(rank: StepSetup["ranks"][0], index: number) => RankRow} */
   makeRow(rank, index) {
     const { lanes, length } = this.setup.schedule;
     const slots = lanes[index].map(([start, stop, text, look]) => {
@@ -42,11 +44,13 @@ export class StepTable {
     return { row, lane, marker, did, next, memory };
   }
 
+  /** @type {<Made extends HTMLElement>(element: Made, look: number) => Made} */
   paintLook(element, look) {
     element.style.background = this.backgrounds[look];
     return element;
   }
 
+  /** @type {(meta: FrameMeta) => void} */
   update(meta) {
     const { length } = this.setup.schedule;
     meta.ranks.forEach((rank, index) => {
@@ -54,10 +58,9 @@ export class StepTable {
       row.classList.toggle("mpi4dl-moved", rank.moved);
       marker.style.left = `${(100 * rank.time) / length}%`;
       lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done`);
-      for (const [cell, text, words] of [[did, rank.did, rank.didWords], [next, rank.next, rank.nextWords]]) {
-        setText(cell, text);
-        cell.title = words;
-      }
+      setText(did, rank.did);
+      setText(next, rank.next);
+      [did.title, next.title] = [rank.didWords, rank.nextWords];
       setText(memory, rank.memory);
       memory.title = rank.memory;
     });
@@ -65,6 +68,7 @@ export class StepTable {
 }
 
 // A text that is set again is laid out again: most cells stay as they are from frame to frame.
+/** @type {(cell: HTMLElement, text: string) => void} */
 function setText(cell, text) {
   if (cell.textContent !== text) cell.textContent = text;
 }

@@ -1,14 +1,14 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "../shared/canvas.js";
 import {
-  boundHeight, makeFrameLoop, prefersReducedMotion, readHeightLimit, Tooltip, watchTheme,
+  boundHeight, makeElement, makeFrameLoop, prefersReducedMotion, readHeightLimit, Tooltip, watchTheme,
 } from "../shared/elements.js";
 import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
 import { clamp, copyBytes } from "../shared/numbers.js";
 import { isInside } from "../shared/rectangles.js";
-import { makeCaption, readLook } from "./step_caption.js";
+import { LIGHT_LOOK, makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
 import { FrameStore, getDuration } from "./step_frames.js";
 import { RECORD_KEYS, handleStepKey, makeKeyActions } from "./step_keys.js";
@@ -25,6 +25,8 @@ const BESIDE_PX = 900; // below the ranks: strips have room beside each other, s
 
 /** The parts of the view, joined: the frames of `model` go to the player, and what it shows to all parts. */
 class StepperView {
+  /** @param {Model<StepperValues, StepperContent>} model
+   * @param {HTMLElement} el */
   constructor(model, el) {
     this.model = model;
     this.setup = model.get("setup");
@@ -34,26 +36,42 @@ class StepperView {
       ask: (key, asked) => model.send({ key, asked }),
       tell: () => this.request(),
     });
-    this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))));
+    const canvas = makeElement("canvas", { "aria-hidden": "true" });
+    this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))), canvas);
     this.actions = makeKeyActions(this.player, model, (by) => this.turn(by));
     const runs = model.get("runs");
     this.controls = new StepControls(this.player, runs, (key) => this.actions[key]());
     this.strips = new MessageStrips(this.painter.palettes, (index) => this.choose(index));
     this.table = new StepTable(this.setup);
     const keys = [...runs.map(([key, , does]) => [key, does]), ...(runs.length ? [["g", "gradient or activation"]] : [])];
-    Object.assign(this, makeStepParts(this.controls, this.strips, this.table, [...keys, ...RECORD_KEYS]));
-    this.caption.style.setProperty("--lines", clamp(this.setup.boxes.length, 2, 3));
-    this.tooltip = new Tooltip(this.stage);
-    Object.assign(this, { focus: 0, progress: 1 });
+    this.parts = makeStepParts(canvas, this.controls, this.strips, this.table, [...keys, ...RECORD_KEYS]);
+    this.parts.caption.style.setProperty("--lines", String(clamp(this.setup.boxes.length, 2, 3)));
+    this.tooltip = new Tooltip(this.parts.stage);
+    /** @type {StepFrame | null} */
+    this.frame = null;
+    this.focus = 0; // the number of the chosen message
+    this.moves = false;
+    this.progress = 1; // of the frame's motion
+    /** @type {number | undefined} */
+    this.started = undefined; // when it was painted first
+    /** @type {StepPixel | null} */
+    this.cursor = null;
+    this.look = LIGHT_LOOK;
+    this.wide = this.room = this.stageWide = 0;
+    this.hasNumbers = false;
+    /** @type {StepLayout | null} */
+    this.layout = null;
+    /** @type {PanelPlaces} */
+    this.placed = [];
     this.request = makeFrameLoop(() => this.paint());
-    el.append(this.root);
-    this.root.addEventListener("keydown", (event) => this.handleKey(event));
-    this.stage.addEventListener("pointermove", (event) => this.hover(event));
-    this.stage.addEventListener("pointerleave", () => this.point(null));
-    this.stage.addEventListener("click", (event) => this.chooseAt(event));
+    el.append(this.parts.root);
+    this.parts.root.addEventListener("keydown", (event) => this.handleKey(event));
+    this.parts.stage.addEventListener("pointermove", (event) => this.hover(event));
+    this.parts.stage.addEventListener("pointerleave", () => this.point(null));
+    this.parts.stage.addEventListener("click", (event) => this.chooseAt(event));
     this.observer = new ResizeObserver(() => this.resize());
-    this.observer.observe(this.root);
-    this.stops = [watchTheme(() => this.resize()), boundHeight(this.root, model, () => this.resize())];
+    this.observer.observe(this.parts.root);
+    this.stops = [watchTheme(() => this.resize()), boundHeight(this.parts.root, model, () => this.resize())];
     this.controls.showTrouble(model.get("trouble"));
     this.connect();
     this.take();
@@ -63,18 +81,19 @@ class StepperView {
 
   connect() {
     const { model } = this;
-    this.listeners = [
+    /** @type {[string, Observer<StepperContent>][]} */
+    const listeners = [
       ["change:meta", () => this.take()],
       ["change:focus", () => { if (!this.player.recorded) this.setFocus(model.get("focus")); }],
       ["change:alt", () => this.tellAlt()],
       ["change:trouble", () => this.controls.showTrouble(model.get("trouble"))],
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
-    this.listeners.forEach(([name, act]) => model.on(name, act));
+    listeners.forEach(([name, act]) => model.on(name, act));
+    this.stops.push(() => listeners.forEach(([name, act]) => model.off(name, act)));
   }
 
   close() {
-    this.listeners.forEach(([name, act]) => this.model.off(name, act));
     this.observer.disconnect();
     for (const stop of this.stops) stop();
     this.request.cancel();
@@ -84,10 +103,12 @@ class StepperView {
   }
 
   take() {
-    if (this.model.get("meta").ranks) this.player.take(this.model.get("meta"), this.model.get("values"));
+    const meta = this.model.get("meta");
+    if (meta.ranks) this.player.take(meta, this.model.get("values"));
     this.plan();
   }
 
+  /** @type {(content: StepperContent, buffers: Bytes[]) => void} */
   receive(content, buffers) {
     if (content.frame) {
       const isFirst = !this.frame;
@@ -98,7 +119,7 @@ class StepperView {
     if (content.history) this.player.takeHistory(content.history, buffers);
     if (content.refused) {
       this.player.refuse();
-      if (this.model.get("unavailable")) this.status.textContent = content.refused;
+      if (this.model.get("unavailable")) this.parts.status.textContent = content.refused;
       else this.controls.showTrouble(content.refused);
     }
     if (content.answered) this.player.answer(content.answered);
@@ -110,6 +131,7 @@ class StepperView {
     this.resting = setTimeout(() => this.player.playing ? this.plan() : this.model.send({ rest: true }), REST_MS);
   }
 
+  /** @type {(index: number, moves: boolean) => void} */
   show(index, moves) {
     const frame = this.store.frames[index], still = prefersReducedMotion();
     this.moves = moves && !still;
@@ -120,49 +142,51 @@ class StepperView {
     this.cursor = null;
     this.frame = frame;
     this.arrange();
-    this.painter.setFrame(frame, this.placed ?? [], this.moves);
+    this.painter.setFrame(frame, this.placed, this.moves);
     this.table.update(frame.meta);
     this.strips.show(frame, this.focus);
-    this.caption.replaceChildren(...frame.meta.groups.map((group) => makeCaption(group, this.painter.palettes)));
+    this.parts.caption.replaceChildren(...frame.meta.groups.map((group) => makeCaption(group, this.painter.palettes)));
     this.tellAlt();
     this.point(null);
     clearTimeout(this.timer);
-    if (!this.moves) this.settle();
+    if (!this.moves) this.settle(frame.meta);
     else this.comeIntoSight();
     this.request();
   }
 
   /** Scroll as little as needed for a motion to be seen, if its button, which may be far above, was pressed here. */
   comeIntoSight() {
-    const output = this.root.closest(".jp-OutputArea, .output_area") ?? this.root;
-    if (output.contains(document.activeElement)) this.stage.scrollIntoView({ block: "nearest" });
+    const output = this.parts.root.closest(".jp-OutputArea, .output_area") ?? this.parts.root;
+    if (output.contains(document.activeElement)) this.parts.stage.scrollIntoView({ block: "nearest" });
   }
 
   tellAlt() {
-    this.words.textContent = this.player.recorded ? `Recorded. ${this.frame.meta.title}` : this.model.get("alt");
+    this.parts.words.textContent = this.player.recorded ? `Recorded. ${this.frame?.meta.title}` : this.model.get("alt");
   }
 
-  /** The motion has ended: tell what has moved, and let the player go on. */
-  settle() {
-    const { title, messages, sums } = this.frame.meta, moved = messages[this.focus]?.words.slice(0, 2).join(": ");
-    this.status.textContent = [title, moved, ...sums.map((sum) => sum.words)].filter(Boolean).join(". ");
+  /** The motion has ended: tell what has moved, and let the player go on.
+   * @type {(meta: FrameMeta) => void} */
+  settle({ title, messages, sums }) {
+    const moved = messages[this.focus]?.words.slice(0, 2).join(": ");
+    this.parts.status.textContent = [title, moved, ...sums.map((sum) => sum.words)].filter(Boolean).join(". ");
     this.timer = setTimeout(() => this.player.rest(), PAUSE_MS / this.player.speed);
   }
 
   resize() {
     this.measure();
     this.arrange();
-    if (this.placed) this.painter.setFrame(this.frame, this.placed, false);  // the page may have been hidden until now
+    // The page may have been hidden until now.
+    if (this.frame && this.layout) this.painter.setFrame(this.frame, this.placed, false);
     this.request();
   }
 
   /** Measure the room of the ranks. All other parts have a height of their own, whatever a frame has to say. */
   measure() {
-    const style = getComputedStyle(this.root);
-    this.wide = this.root.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
-    this.room = readHeightLimit(this.root) - this.root.scrollHeight + this.scene.offsetHeight;
+    const style = getComputedStyle(this.parts.root);
+    this.wide = this.parts.root.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    this.room = readHeightLimit(this.parts.root) - this.parts.root.scrollHeight + this.parts.scene.offsetHeight;
     this.hasNumbers = getComputedStyle(this.strips.element).display !== "none";
-    this.look = readLook(this.root);
+    this.look = readLook(this.parts.root);
   }
 
   arrange() {
@@ -171,7 +195,7 @@ class StepperView {
     // Beside the numbers a row of many stages would be low: it gets the whole width, and the numbers lie below it.
     const beside = hasNumbers ? placeRanks(setup, wide - STRIPS_PX - 24, most) : null;
     const isFlat = !beside || beside.high < Math.min(FLAT_PX, 0.75 * most), below = hasNumbers ? FLAT_STRIPS_PX : 0;
-    this.scene.classList.toggle("mpi4dl-flat", isFlat);
+    this.parts.scene.classList.toggle("mpi4dl-flat", isFlat);
     this.layout = isFlat ? placeRanks(setup, wide - 26, clamp(room - FRAME_PX - below, LEAST_PX, MOST_PX)) : beside;
     this.stageWide = (isFlat ? wide : wide - STRIPS_PX) - 2;
     const strips = isFlat ? 0 : Math.max(this.layout.high + 2, Math.min(STRIPS_HIGH_PX, room));
@@ -189,87 +213,100 @@ class StepperView {
       const lasts = getDuration(this.frame.meta) / this.player.speed;
       this.progress = Math.min(1, (performance.now() - this.started) / lasts);
     }
-    const context = fitCanvas(this.canvas, this.stageWide, this.layout.high);
+    const context = fitCanvas(this.parts.canvas, this.stageWide, this.layout.high);
     context.clearRect(0, 0, this.stageWide, this.layout.high);
-    this.painter.paint(context, this.layout, this.progress, this.focus, this.look, this.cursor);
+    this.painter.paint(this.layout, this.progress, this.focus, this.look, this.cursor);
     this.controls.update();
     this.controls.paint(this.look);
     if (!this.moves) return;
     this.moves = this.progress < 1;
     if (this.moves) this.request();
-    else this.settle();
+    else this.settle(this.frame.meta);
   }
 
+  /** @type {(index: number) => void} */
   choose(index) {
     this.setFocus(index);
     if (!this.player.recorded) this.model.send({ focus: index });
   }
 
+  /** @type {(index: number) => void} */
   setFocus(index) {
-    const message = this.frame?.meta.messages[index];
+    const { frame } = this, message = frame?.meta.messages[index];
     if (!message) return;
     this.focus = index;
-    this.strips.show(this.frame, index);
-    this.status.textContent = message.words.slice(0, 2).join(": ");
+    this.strips.show(frame, index);
+    this.parts.status.textContent = message.words.slice(0, 2).join(": ");
     this.request();
   }
 
+  /** @type {(event: KeyboardEvent) => void} */
   handleKey(event) {
-    if (this.table.element.contains(event.target)) return; // its keys scroll it
+    if (this.table.element.contains(/** @type {Node} */ (event.target))) return; // its keys scroll it
     handleStepKey(event, this.actions, (down, across) => this.moveCursor(down, across));
   }
 
-  /** Choose the message `by` after the chosen one. */
+  /** Choose the message `by` after the chosen one.
+   * @type {(by: number) => void} */
   turn(by) {
     const count = this.frame?.meta.messages.length;
     if (count) this.choose((this.focus + by + count) % count);
   }
 
+  /** @type {(event: MouseEvent) => void} */
   hover(event) {
     const place = this.locate(event);
-    this.point(findPixel(this.placed ?? [], ...place), ...place);
+    this.point(findPixel(this.placed, ...place), ...place);
   }
 
-  /** Return the place [x, y] of an event in the picture. */
+  /** Return the place [x, y] of an event in the picture.
+   * @type {(event: MouseEvent) => Pair} */
   locate(event) {
-    const { left, top } = this.canvas.getBoundingClientRect();
+    const { left, top } = this.parts.canvas.getBoundingClientRect();
     return [event.clientX - left, event.clientY - top];
   }
 
-  /** Choose the message whose pixels were clicked on its target, or else on its source. */
+  /** Choose the message whose pixels were clicked on its target, or else on its source.
+   * @type {(event: MouseEvent) => void} */
   chooseAt(event) {
-    this.stage.focus({ preventScroll: true });
-    const found = findPixel(this.placed ?? [], ...this.locate(event));
+    this.parts.stage.focus({ preventScroll: true });
+    const found = findPixel(this.placed, ...this.locate(event));
     if (!found) return;
-    const hits = (side) => this.frame.meta.messages.findIndex(
-      (message) => message[side] === found.rank && isInside(message.tile, found.row, found.col));
+    /** @type {(side: "source" | "target") => number} */
+    const hits = (side) => this.frame?.meta.messages.findIndex(
+      (message) => message[side] === found.rank && isInside(message.tile, found.row, found.col)) ?? -1;
     const index = hits("target") < 0 ? hits("source") : hits("target");
     if (index >= 0) this.choose(index);
   }
 
-  /** Move the pixel that is read by keyboard. */
+  /** Move the pixel that is read by keyboard.
+   * @type {(down: number, across: number) => void} */
   moveCursor(down, across) {
-    const moved = movePixel(this.placed ?? [], this.cursor, down, across);
-    if (!moved) return;
-    const { rank, row, col } = moved;
-    const [left, top, width, height] = locateTile(this.placed[rank], [row, col, row + 1, col + 1]);
+    const moved = movePixel(this.placed, this.cursor, down, across);
+    const place = moved && this.placed[moved.rank];
+    if (!place) return;
+    const { row, col } = moved;
+    const [left, top, width, height] = locateTile(place, [row, col, row + 1, col + 1]);
     this.point(moved, left + width / 2, top + height / 2, true);
   }
 
-  /** Show the value of a pixel beside (x, y), or nothing; `speaks` if it is read by keyboard. */
-  point(pixel, x, y, speaks = false) {
-    const changed = ["rank", "row", "col"].some((name) => pixel?.[name] !== this.cursor?.[name]);
+  /** Show the value of a pixel beside (x, y), or nothing; `speaks` if it is read by keyboard.
+   * @type {(pixel: StepPixel | null, x?: number, y?: number, speaks?: boolean) => void} */
+  point(pixel, x = 0, y = 0, speaks = false) {
+    const before = this.cursor, place = pixel && this.placed[pixel.rank];
+    const changed = pixel?.rank !== before?.rank || pixel?.row !== before?.row || pixel?.col !== before?.col;
     this.cursor = pixel;
-    if (!pixel) this.tooltip.hide();
+    if (!place || !this.frame) this.tooltip.hide();
     else {
-      const lines = describePixel(this.frame, this.placed[pixel.rank], pixel);
-      this.tooltip.show(lines, x, y + this.canvas.offsetTop);
-      if (speaks) this.status.textContent = lines.join(", ");
+      const lines = describePixel(this.frame, place, pixel);
+      this.tooltip.show(lines, x, y + this.parts.canvas.offsetTop);
+      if (speaks) this.parts.status.textContent = lines.join(", ");
     }
     if (changed) this.request();
   }
 }
 
+/** @type {(room: Room<StepperValues, StepperContent>) => () => void} */
 function render({ model, el }) {
   const view = new StepperView(model, el);
   return () => view.close();
