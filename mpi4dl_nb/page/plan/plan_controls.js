@@ -3,14 +3,16 @@
 
 import { makeElement } from "../shared/elements.js";
 
-/** Return the position on a slider of `steps` that is nearest to a value. */
+/** Return the position on a slider of `steps` that is nearest to a value.
+ * @type {(steps: number[], value: number) => number} */
 export function findStep(steps, value) {
   let best = 0;
   steps.forEach((step, index) => { if (Math.abs(step - value) < Math.abs(steps[best] - value)) best = index; });
   return best;
 }
 
-/** Return the values of a slider of an option: its steps, or all whole numbers from its least to its greatest. */
+/** Return the values of a slider of an option: its steps, or all whole numbers from its least to its greatest.
+ * @type {(option: Pick<PlanOption, "steps" | "low" | "high">) => number[]} */
 export function listSteps(option) {
   if (option.steps) return option.steps;
   const low = option.low ?? 1, high = option.high ?? 16;
@@ -19,9 +21,15 @@ export function listSteps(option) {
 
 /** All controls in `host`; `send(values)` sends what was set, by name. */
 export class PlanControls {
+  /** @param {HTMLElement} host
+   * @param {PlanOption[]} options
+   * @param {(values: PlanSettings) => void} send */
   constructor(host, options, send) {
+    /** @type {Map<string, (value: PlanValue) => void>} */
     this.setters = new Map();
+    /** @type {Map<string, ControlRow>} */
     this.rows = new Map();
+    /** @type {Map<string, { details: HTMLElement, summary: HTMLElement }>} */
     this.groups = new Map();
     this.send = send;
     const main = makeElement("div", { class: "mpi4dl-plan-main" });
@@ -33,16 +41,17 @@ export class PlanControls {
     }
   }
 
+  /** @type {(host: HTMLElement, name: string) => HTMLElement} */
   getGroup(host, name) {
-    if (!this.groups.has(name)) {
-      const summary = makeElement("summary", { text: name });
-      const details = makeElement("details", {}, summary);
-      this.groups.set(name, { details, summary });
-      host.append(details);
-    }
-    return this.groups.get(name).details;
+    const known = this.groups.get(name);
+    if (known) return known.details;
+    const summary = makeElement("summary", { text: name }), details = makeElement("details", {}, summary);
+    this.groups.set(name, { details, summary });
+    host.append(details);
+    return details;
   }
 
+  /** @type {(option: PlanOption) => HTMLElement} */
   makeRow(option) {
     const id = `mpi4dl-plan-${option.name}-${Math.random().toString(36).slice(2)}`;
     const kinds = { steps: this.makeSlider, range: this.makeSlider, grid: this.makeGrid, menu: this.makeMenu,
@@ -65,30 +74,33 @@ export class PlanControls {
     return row;
   }
 
+  /** @type {(option: PlanOption, id: string) => ControlInput[]} */
   makeSlider(option, id) {
     let steps = listSteps(option);
     const slider = makeElement("input", { type: "range", id, min: 0, max: steps.length - 1, step: 1 });
     const box = makeElement("input", { type: "number", min: option.low ?? 1, "aria-label": `${option.label}, exact` });
     slider.addEventListener("input", () => {
-      box.value = steps[slider.value];
+      box.value = String(steps[Number(slider.value)]);
       slider.setAttribute("aria-valuetext", box.value);
-      this.send({ [option.name]: String(steps[slider.value]) });
+      this.send({ [option.name]: box.value });
     });
     box.addEventListener("change", () => this.send({ [option.name]: box.value }));
     this.setters.set(option.name, (text) => {
       const number = Number(text);
-      if (Number.isFinite(number) && number > steps.at(-1) && !option.steps) {
+      if (Number.isFinite(number) && number > steps[steps.length - 1] && !option.steps) {
         steps = listSteps({ ...option, high: Math.min(number, 512) });
-        slider.max = steps.length - 1;
+        slider.max = String(steps.length - 1);
       }
-      box.value = text;
-      slider.value = findStep(steps, number);
-      slider.setAttribute("aria-valuetext", text);
+      box.value = String(text);
+      slider.value = String(findStep(steps, number));
+      slider.setAttribute("aria-valuetext", box.value);
     });
     return [slider, box];
   }
 
+  /** @type {(option: PlanOption, id: string) => ControlInput[]} */
   makeGrid(option, id) {
+    /** @type {(name: string, own?: string) => HTMLInputElement} */
     const make = (name, own) => makeElement("input", {
       type: "range", min: 1, max: 16, step: 1, "aria-label": `${option.label}, ${name}`, ...(own ? { id: own } : {}) });
     const sides = [make("rows", id), make("columns")];
@@ -98,47 +110,52 @@ export class PlanControls {
       side.addEventListener("input", () => { tell(); this.send({ grid: sides.map((each) => Number(each.value)) }); });
     }
     this.setters.set(option.name, (grid) => {
-      sides.forEach((side, at) => { side.max = Math.max(16, grid[at]); side.value = grid[at]; });
+      if (!Array.isArray(grid)) return;
+      sides.forEach((side, at) => { side.max = String(Math.max(16, grid[at])); side.value = String(grid[at]); });
       tell();
     });
     return [...sides, told];
   }
 
+  /** @type {(option: PlanOption, id: string) => ControlInput[]} */
   makeMenu(option, id) {
-    const choices = option.choices.map((text) => makeElement("option", { value: text, text }));
+    const choices = (option.choices ?? []).map((text) => makeElement("option", { value: text, text }));
     const menu = makeElement("select", { id }, ...choices);
     menu.addEventListener("change", () => this.send({ [option.name]: menu.value }));
-    this.setters.set(option.name, (text) => { menu.value = text; });
+    this.setters.set(option.name, (text) => { menu.value = String(text); });
     return [menu];
   }
 
+  /** @type {(option: PlanOption, id: string) => ControlInput[]} */
   makeSwitch(option, id) {
     const box = makeElement("input", { type: "checkbox", id });
     box.addEventListener("change", () => this.send({ [option.name]: box.checked }));
-    this.setters.set(option.name, (value) => { box.checked = value; });
+    this.setters.set(option.name, (value) => { box.checked = Boolean(value); });
     return [box];
   }
 
+  /** @type {(option: PlanOption, id: string) => ControlInput[]} */
   makeText(option, id) {
     const list = makeElement("datalist", { id: `${id}-list` },
-      ...option.choices.map((value) => makeElement("option", { value })));
+      ...(option.choices ?? []).map((value) => makeElement("option", { value })));
     const box = makeElement("input", { type: option.kind, id, list: list.children.length ? list.id : undefined });
     box.addEventListener("change", () => this.send({ [option.name]: box.value }));
     box.append(list);
-    this.setters.set(option.name, (text) => { box.value = text; });
+    this.setters.set(option.name, (text) => { box.value = String(text); });
     return list.children.length ? [box, list] : [box];
   }
 
-  /** Show the values that the kernel has, by name. */
+  /** Show the values that the kernel has, by name.
+   * @type {(values: PlanSettings) => void} */
   showValues(values) {
     for (const [name, value] of Object.entries(values)) {
-      const { inputs } = this.rows.get(name) ?? {};
-      const isTyped = inputs?.some((input) => input === document.activeElement && input.dataset.typed);
-      if (inputs && !isTyped) this.setters.get(name)(value);
+      const isTyped = this.rows.get(name)?.inputs.some((input) => input === document.activeElement && input.dataset.typed);
+      if (!isTyped) this.setters.get(name)?.(value);
     }
   }
 
-  /** Lock controls, by name, for the reason given: of a saved page, which has not all plans. */
+  /** Lock controls, by name, for the reason given: of a saved page, which has not all plans.
+   * @type {(locked: Record<string, string>) => void} */
   lock(locked) {
     for (const [name, { row, inputs, option }] of this.rows) {
       const reason = locked[name];
@@ -148,7 +165,8 @@ export class PlanControls {
     }
   }
 
-  /** Show the errors by the name of the control that causes each, in the place that is kept free for them. */
+  /** Show the errors by the name of the control that causes each, in the place that is kept free for them.
+   * @type {(errors: Record<string, string>) => void} */
   showErrors(errors) {
     const found = Object.entries(errors);
     const words = found.map(([, text]) => `⚠ ${text}`);

@@ -1,27 +1,31 @@
 // Draws the scene of a plan on a canvas: the image with its cuts, the flows, and the blocks of the ranks.
 
-import { DARK, FONT } from "../shared/canvas.js";
+import { DARK, FONT, makeOffscreen } from "../shared/canvas.js";
 import { drawTissue, EMPTY_FRONT, fillTexture, getBlockFaces } from "./plan_paint.js";
 
+/** @type {Pair} */
 const AXIS_U = [Math.cos(Math.PI / 6), -0.5];
 
+/** @type {(context: Context, points: Polygon, transform: Transform) => void} */
 function tracePolygon(context, points, transform) {
   context.beginPath();
   for (const [x, y] of points) context.lineTo(x * transform.scale + transform.x, y * transform.scale + transform.y);
   context.closePath();
 }
 
-/** Draw the image that is cut: an invented tissue, with the cuts of the first stage over it. */
+/** Draw the image that is cut: an invented tissue, with the cuts of the first stage over it.
+ * @type {(context: Context, scene: PlanScene, transform: Transform, colours: Theme) => void} */
 export function drawImageSheet(context, scene, transform, colours) {
+  /** @type {(point: Pair) => Pair} */
   const place = ([x, y]) => [x * transform.scale + transform.x, y * transform.scale + transform.y];
   const [corner, right, , below] = scene.image.map(place);
   const wide = Math.hypot(right[0] - corner[0], right[1] - corner[1]), high = below[1] - corner[1];
   if (wide < 4 || high < 4) return;
-  const tissue = new OffscreenCanvas(Math.ceil(wide), Math.ceil(high));
-  drawTissue(tissue.getContext("2d"), wide, high);
+  const tissue = makeOffscreen(Math.ceil(wide), Math.ceil(high));
+  drawTissue(tissue, wide, high);
   context.save();
   context.transform(AXIS_U[0], AXIS_U[1], 0, 1, ...corner);
-  context.drawImage(tissue, 0, 0);
+  context.drawImage(tissue.canvas, 0, 0);
   context.restore();
   context.strokeStyle = colours.ink;
   context.lineWidth = 1.5;
@@ -37,7 +41,8 @@ export function drawImageSheet(context, scene, transform, colours) {
   context.setLineDash([]);
 }
 
-/** Draw the flows into one stage: lines with an arrowhead halfway, as the ends lie behind the blocks. */
+/** Draw the flows into one stage: lines with an arrowhead halfway, as the ends lie behind the blocks.
+ * @type {(context: Context, pairs: [Pair, Pair][], transform: Transform, colours: Theme) => void} */
 export function drawFlows(context, pairs, transform, colours) {
   context.strokeStyle = context.fillStyle = colours.faint;
   context.lineWidth = pairs.length === 1 ? 2 : 1;
@@ -60,15 +65,18 @@ export function drawFlows(context, pairs, transform, colours) {
   context.globalAlpha = 1;
 }
 
-/** Return the part of a block's front that its memory fills, from below, as a polygon; `share` is from 0 to 1. */
+/** Return the part of a block's front that its memory fills, from below, as a polygon; `share` is from 0 to 1.
+ * @type {(front: Polygon, share: number) => Polygon} */
 export function fillFront(front, share) {
-  const rise = (from, to) => [0, 1].map((axis) => from[axis] + (to[axis] - from[axis]) * share);
+  /** @type {(from: Pair, to: Pair) => Pair} */
+  const rise = ([x0, y0], [x1, y1]) => [x0 + (x1 - x0) * share, y0 + (y1 - y0) * share];
   return [rise(front[3], front[0]), rise(front[2], front[1]), front[2], front[3]];
 }
 
 /**
  * Draw one block of a rank, filled from below like a tank with its memory as a share of that of the fullest rank, and
  * with its number on its front if there is room. `load` has `level` and `share`; none if they are not known.
+ * @type {(context: Context, box: PlanBox, transform: Transform, load?: Pick<PlanLoad, "level" | "share">) => void}
  */
 export function drawBlock(context, box, transform, load) {
   const level = load?.level ?? -1;
@@ -76,14 +84,17 @@ export function drawBlock(context, box, transform, load) {
   context.lineWidth = 1;
   context.lineJoin = "round";
   context.strokeStyle = DARK;
-  for (const [name, colour] of [["left", left], ["top", top], ["front", level < 0 ? front : EMPTY_FRONT]]) {
-    tracePolygon(context, box.faces[name], transform);
+  const { faces } = box;
+  /** @type {[Polygon, string][]} */
+  const fills = [[faces.left, left], [faces.top, top], [faces.front, level < 0 ? front : EMPTY_FRONT]];
+  for (const [face, colour] of fills) {
+    tracePolygon(context, face, transform);
     context.fillStyle = colour;
     context.fill();
     context.stroke();
   }
-  if (level >= 0) {
-    tracePolygon(context, fillFront(box.faces.front, load.share), transform);
+  if (load && level >= 0) {
+    tracePolygon(context, fillFront(faces.front, load.share), transform);
     context.fillStyle = front;
     context.fill();
     fillTexture(context, level);
@@ -93,6 +104,7 @@ export function drawBlock(context, box, transform, load) {
   writeOnFront(context, box, transform, level);
 }
 
+/** @type {(context: Context, box: PlanBox, transform: Transform, level: number) => void} */
 function writeOnFront(context, box, transform, level) {
   const [corner, , bottom] = box.faces.front;
   const [wide, high] = [box.span[0] * transform.scale, box.span[1] * transform.scale];
@@ -119,15 +131,17 @@ function writeOnFront(context, box, transform, level) {
   context.restore();
 }
 
+/** @type {(context: Context) => string} */
 function readFont(context) {
   return context.canvas.dataset?.font || FONT;
 }
 
-/** Draw the outline of a block that is meant: of the pointer or of the keyboard. */
+/** Draw the outline of a block that is meant: of the pointer or of the keyboard.
+ * @type {(context: Context, box: PlanBox, transform: Transform, colours: Theme, width: number) => void} */
 export function drawOutline(context, box, transform, colours, width) {
   const { front, top, left } = box.faces;
   const outline = [left[3], left[0], top[1], front[1], front[2], front[3]];
-  for (const [size, colour] of [[width + 3, colours.paper], [width, colours.brand]]) {
+  for (const [size, colour] of /** @type {[number, string][]} */ ([[width + 3, colours.paper], [width, colours.brand]])) {
     tracePolygon(context, outline, transform);
     context.lineWidth = size;
     context.strokeStyle = colour;
@@ -135,12 +149,15 @@ export function drawOutline(context, box, transform, colours, width) {
   }
 }
 
-/** Write the name of a sheet, and below it as many of the words as there is room for, at its lower left corner. */
+/** Write the name of a sheet, and below it as many of the words as there is room for, at its lower left corner.
+ * @type {(context: Context, foot: Pair, transform: Transform, name: string, words: string, room: number, colours:
+ * Theme) => void} */
 export function writeSheetName(context, foot, transform, name, words, room, colours) {
   const [x, y] = [foot[0] * transform.scale + transform.x, foot[1] * transform.scale + transform.y];
   const font = readFont(context);
   context.textAlign = "left";
   context.textBaseline = "top";
+  /** @type {(text: string, dy: number, style: string, colour: string) => boolean} */
   const write = (text, dy, style, colour) => {
     context.font = `${style} ${font}`;
     if (context.measureText(text).width > room) return false;

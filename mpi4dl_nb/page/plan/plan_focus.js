@@ -2,6 +2,7 @@
 
 import { clamp } from "../shared/numbers.js";
 
+/** @type {(polygon: Polygon, x: number, y: number) => boolean} */
 function coversPoint(polygon, x, y) {
   let inside = false;
   for (let here = 0, before = polygon.length - 1; here < polygon.length; before = here, here += 1) {
@@ -11,7 +12,8 @@ function coversPoint(polygon, x, y) {
   return inside;
 }
 
-/** Return the index of the block whose faces cover the point (x, y) of the scene, the nearest one; -1 if none does. */
+/** Return the index of the block whose faces cover the point (x, y) of the scene, the nearest one; -1 if none does.
+ * @type {(boxes: PlanBox[], x: number, y: number) => number} */
 export function findBlockAt(boxes, x, y) {
   for (let index = boxes.length - 1; index >= 0; index -= 1) {
     const { front, top, left } = boxes[index].faces;
@@ -20,6 +22,7 @@ export function findBlockAt(boxes, x, y) {
   return -1;
 }
 
+/** @type {(boxes: PlanBox[], stage: number, row: number, column: number) => number} */
 function findNearest(boxes, stage, row, column) {
   let best = -1, least = Infinity;
   boxes.forEach((box, index) => {
@@ -32,13 +35,16 @@ function findNearest(boxes, stage, row, column) {
 /**
  * Return the index of the block that a key leads to from block `index` (-1: none yet), or -1 if the key means nothing.
  * Arrows go to the next tile of the stage; left and right go on to the stage before and behind.
+ * @type {(boxes: PlanBox[], index: number, key: string) => number}
  */
 export function moveBlockFocus(boxes, index, key) {
   if (!boxes.length) return -1;
   const last = Math.max(...boxes.map((box) => box.block.stage));
   if (key === "Home") return findNearest(boxes, 0, 0, 0);
   if (key === "End") return findNearest(boxes, last, 1e9, 1e9);
+  /** @type {Record<string, Pair>} */
   const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  /** @type {Record<string, number>} */
   const jumps = { PageUp: -1, PageDown: 1 };
   if (!(key in steps) && !(key in jumps)) return -1;
   if (index < 0) return findNearest(boxes, 0, 0, 0);
@@ -53,7 +59,8 @@ export function moveBlockFocus(boxes, index, key) {
   return findNearest(boxes, stage, row, across > 0 ? 0 : 1e9);
 }
 
-/** Return the lines about a block: its rank, stage and tile, then what its load says, or that it is being counted. */
+/** Return the lines about a block: its rank, stage and tile, then what its load says, or that it is being counted.
+ * @type {(block: PlanBlock, stages: PlanStage[], load?: PlanLoad) => string[]} */
 export function describeBlock(block, stages, load) {
   const stage = stages[block.stage];
   const tile = stage.spatial ? `, tile ${block.tile}` : stage.shared ? `, share ${block.tile} of the images` : "";

@@ -1,5 +1,8 @@
 // Colours and textures of a plan's blocks: a level of memory is a colour, a texture and (in the legend) words.
 
+import { makeOffscreen } from "../shared/canvas.js";
+
+/** @type {Record<number, [string, string, string]>} */
 const FACES = {
   "-1": ["#dfe3e7", "#cfd4d9", "#bcc2c8"],
   0: ["#cfe4f7", "#b4d2ee", "#93bbe0"],
@@ -12,12 +15,14 @@ const FACES = {
 /** The front of a block above its memory. */
 export const EMPTY_FRONT = "#f6f8fa";
 
-/** Return the colours of the front, top and left side of a block of this level. */
+/** Return the colours of the front, top and left side of a block of this level.
+ * @type {(level: number) => [string, string, string]} */
 export function getBlockFaces(level) {
   return FACES[level] ?? FACES[-1];
 }
 
-/** Return the strokes of one cell of a level's texture, 10 px wide: lines [x0, y0, x1, y1] or dots [x, y]. */
+/** Return the strokes of one cell of a level's texture, 10 px wide: lines [x0, y0, x1, y1] or dots [x, y].
+ * @type {(level: number) => (Pair | Rectangle)[]} */
 export function getTexture(level) {
   if (level === 1) return [[2.5, 2.5], [7.5, 7.5]];
   if (level === 2) return [[-1, 11, 11, -1], [-1, 1, 1, -1], [9, 11, 11, 9]];
@@ -25,18 +30,22 @@ export function getTexture(level) {
   return [];
 }
 
+/** @type {Map<number, OffscreenCanvas>} */
 const CELLS = new Map(); // the cell of each level's texture, drawn once
 
-/** Fill the current path of `context` with the texture of a level. */
+/** Fill the current path of `context` with the texture of a level.
+ * @type {(context: Context, level: number) => void} */
 export function fillTexture(context, level) {
   if (!getTexture(level).length) return;
-  if (!CELLS.has(level)) CELLS.set(level, drawCell(level));
-  context.fillStyle = context.createPattern(CELLS.get(level), "repeat");
+  const cell = CELLS.get(level) ?? drawCell(level);
+  CELLS.set(level, cell);
+  context.fillStyle = /** @type {CanvasPattern} */ (context.createPattern(cell, "repeat"));
   context.fill();
 }
 
+/** @type {(level: number) => OffscreenCanvas} */
 function drawCell(level) {
-  const cell = new OffscreenCanvas(10, 10), pen = cell.getContext("2d");
+  const pen = makeOffscreen(10, 10);
   pen.strokeStyle = pen.fillStyle = level === 3 ? "rgb(122 20 12 / 70%)" : "rgb(0 0 0 / 32%)";
   pen.lineWidth = 1.2;
   for (const stroke of getTexture(level)) {
@@ -45,10 +54,11 @@ function drawCell(level) {
     else { pen.moveTo(stroke[0], stroke[1]); pen.lineTo(stroke[2], stroke[3]); }
     if (stroke.length === 2) pen.fill(); else pen.stroke();
   }
-  return cell;
+  return pen.canvas;
 }
 
-/** Draw an invented tissue with nuclei as the image of a plan, `wide` by `high` px, always the same one. */
+/** Draw an invented tissue with nuclei as the image of a plan, `wide` by `high` px, always the same one.
+ * @type {(context: OffscreenContext, wide: number, high: number) => void} */
 export function drawTissue(context, wide, high) {
   let seed = 7;
   const draw = () => (seed = (seed * 16807) % 2147483647) / 2147483647;

@@ -1,17 +1,21 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
-import { fitCanvas } from "../shared/canvas.js";
-import { makeElement, makeFrameLoop, readColours, watchTheme } from "../shared/elements.js";
+import { fitCanvas, getContext } from "../shared/canvas.js";
+import { LIGHT, makeElement, makeFrameLoop, readColours, watchTheme } from "../shared/elements.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
 import { fillTexture, getBlockFaces } from "./plan_paint.js";
 import { buildPlanScene, fitPlanScene, readBlocks } from "./plan_scene.js";
 
+/** @type {Rectangle} */
 const MARGINS = [14, 36, 58, 14];
 const KEYS = "Arrow keys: next tile, then next stage. Page up and down: stage. Home, End: first and last.";
 
 /** Shows a plan in `host`, and tells what is under the pointer or the focus: in a card, and by `status` aloud. */
 export class PlanPicture {
+  /** @param {HTMLElement} host
+   * @param {HTMLElement} status
+   * @param {HTMLElement} legend */
   constructor(host, status, legend) {
     this.host = host;
     this.status = status;
@@ -25,8 +29,23 @@ export class PlanPicture {
     this.card = makeElement("div", { class: "mpi4dl-plan-card", "aria-hidden": "true" });
     host.append(this.card);
     this.still = document.createElement("canvas");
-    [this.hovered, this.focused, this.copy, this.stages] = [-1, -1, 0, []];
-    [this.numbers, this.ofRank, this.groups, this.isStale] = [new Int32Array(), new Int32Array(), [], true];
+    this.hovered = this.focused = -1;
+    this.copy = 0;
+    /** @type {PlanStage[]} */
+    this.stages = [];
+    this.numbers = new Int32Array(); // of the blocks
+    /** @type {Pair | null} */
+    this.size = null; // of the image: rows and columns, once there is a plan
+    /** @type {PlanLoad[]} */
+    this.groups = [];
+    this.ofRank = new Int32Array(); // the group of each rank
+    this.isStale = true;
+    /** @type {PlanScene | null} */
+    this.scene = null;
+    this.transform = { scale: 1, x: 0, y: 0 };
+    /** @type {Pair} */
+    this.view = [0, 0];
+    this.colours = LIGHT;
     this.request = makeFrameLoop(() => this.draw());
     this.observer = new ResizeObserver(() => this.layOut());
     this.observer.observe(this.room);
@@ -51,37 +70,47 @@ export class PlanPicture {
     });
   }
 
-  /** Show where the ranks of a plan are: its shape, the rows of its blocks, and the image's [rows, columns]. */
+  /** Show where the ranks of a plan are: its shape, the rows of its blocks, and the image's [rows, columns].
+   * @type {(shape: Partial<PlanShape>, numbers: Int32Array<ArrayBuffer>, size: Pair) => void} */
   showShape(shape, numbers, size) {
     const known = this.describeFocus();
-    [this.stages, this.numbers, this.size] = [shape.stages ?? [], numbers, size];
+    this.stages = shape.stages ?? [];
+    this.numbers = numbers;
+    this.size = size;
     this.copy = Math.min(this.copy, Math.max(0, (shape.copies ?? []).length - 1));
     this.canvas.setAttribute("aria-label", `${shape.summary}. ${shape.left_out ?? ""} ${KEYS}`);
     this.layOut(known);
   }
 
-  /** Show another copy of the model. */
+  /** Show another copy of the model.
+   * @type {(copy: number) => void} */
   showCopy(copy) {
     this.copy = copy;
     this.layOut();
   }
 
-  /** Show what the ranks hold: groups of equal load, and the number of each rank's group. */
+  /** Show what the ranks hold: groups of equal load, and the number of each rank's group.
+   * @type {(groups: PlanLoad[], ofRank: Int32Array<ArrayBuffer>, isStale: boolean) => void} */
   showLoads(groups, ofRank, isStale) {
-    [this.groups, this.ofRank, this.isStale] = [groups, ofRank, isStale];
+    this.groups = groups;
+    this.ofRank = ofRank;
+    this.isStale = isStale;
     this.showLegend();
     this.paint();
     if (this.focused >= 0 || this.hovered >= 0) this.tell();
   }
 
+  /** @type {(block: PlanBlock) => PlanLoad | undefined} */
   getLoad(block) {
     return this.isStale ? undefined : this.groups[this.ofRank[block.rank]];
   }
 
+  /** @type {() => PlanBlock | undefined} */
   describeFocus() {
     return this.scene?.boxes[this.focused]?.block;
   }
 
+  /** @type {(known?: PlanBlock) => void} */
   layOut(known = this.describeFocus()) {
     const { clientWidth: width, clientHeight: height } = this.room;
     if (!width || !height || !this.size) return;
@@ -89,25 +118,25 @@ export class PlanPicture {
     this.transform = fitPlanScene(this.scene, [width, height], MARGINS);
     this.view = [width, height];
     this.hovered = -1;
-    const isKnown = ({ block }) => block.rank === known.rank && block.stage === known.stage;
-    this.focused = known ? this.scene.boxes.findIndex(isKnown) : -1;
+    this.focused = this.scene.boxes.findIndex(({ block }) => block.rank === known?.rank && block.stage === known.stage);
     this.paint();
     this.tell();
   }
 
   /** Paint everything but the outlines once, so that a hover only copies it. */
   paint() {
-    if (!this.scene) return;
+    if (!this.scene || !this.size) return;
     const [width, height] = this.view, context = fitCanvas(this.still, width, height);
     this.colours = readColours(this.host);
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
     context.clearRect(0, 0, width, height);
-    this.paintScene(context);
+    this.paintScene(context, this.scene, this.size);
     this.request();
   }
 
-  paintScene(context) {
-    const { scene, transform, colours } = this, room = scene.gap * transform.scale * 0.866 - 6;
+  /** @type {(context: Context, scene: PlanScene, size: Pair) => void} */
+  paintScene(context, scene, size) {
+    const { transform, colours } = this, room = scene.gap * transform.scale * 0.866 - 6;
     // Flows out of a sheet are drawn before it, so that they begin at its edge and no number is crossed out.
     drawFlows(context, scene.flows[0] ?? [], transform, colours);
     drawImageSheet(context, scene, transform, colours);
@@ -117,7 +146,7 @@ export class PlanPicture {
         if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block));
       }
     });
-    writeSheetName(context, scene.foot, transform, "image", `${this.size[0]} x ${this.size[1]} px`, room, colours);
+    writeSheetName(context, scene.foot, transform, "image", `${size[0]} x ${size[1]} px`, room, colours);
     this.stages.forEach((stage, number) =>
       writeSheetName(context, scene.sheets[number].foot, transform, stage.name, stage.words, room, colours));
   }
@@ -132,13 +161,15 @@ export class PlanPicture {
     }
   }
 
+  /** @type {(x: number, y: number) => void} */
   hover(x, y) {
     if (!this.scene) return;
     const { scale, x: dx, y: dy } = this.transform;
     this.mean("hovered", findBlockAt(this.scene.boxes, (x - dx) / scale, (y - dy) / scale));
   }
 
-  /** Take block `index` as the one that is `hovered` or `focused`, and tell what it is. */
+  /** Take block `index` as the one that is `hovered` or `focused`, and tell what it is.
+   * @type {(how: "hovered" | "focused", index: number) => void} */
   mean(how, index) {
     if (this[how] === index) return;
     this[how] = index;
@@ -158,6 +189,7 @@ export class PlanPicture {
   }
 
   showLegend() {
+    /** @type {Map<number, [string, number]>} */
     const counts = new Map();
     for (const index of this.isStale ? [] : this.ofRank) {
       const group = this.groups[index];
@@ -165,7 +197,7 @@ export class PlanPicture {
     }
     const items = [...counts].sort(([one], [other]) => other - one).map(([level, [word, count]]) => {
       const swatch = makeElement("canvas", { width: "26", height: "16", "aria-hidden": "true" });
-      const context = swatch.getContext("2d");
+      const context = getContext(swatch);
       context.rect(0, 0, 26, 16);
       context.fillStyle = getBlockFaces(level)[0];
       context.fill();

@@ -14,8 +14,10 @@ const ALONG = [Math.cos(Math.PI / 6), 0.5];
 const MOST_FLOWS = 80;
 const DEPTH = 0.1, SEAM = 0.022, WHOLE = 0.62, GAP = 1.16;
 
-/** Return the rows of `numbers` (an Int32Array) of one copy of the model as objects, each of a rank's block. */
+/** Return the rows of `numbers` (an Int32Array) of one copy of the model as objects, each of a rank's block.
+ * @type {(numbers: Int32Array, copy: number) => PlanBlock[]} */
 export function readBlocks(numbers, copy) {
+  /** @type {PlanBlock[]} */
   const found = [];
   for (let at = 0; at + 8 <= numbers.length; at += 8) {
     if (numbers[at] !== copy) continue;
@@ -25,19 +27,27 @@ export function readBlocks(numbers, copy) {
   return found;
 }
 
+/** @type {(d: number, u: number, v: number) => Pair} */
 function projectPoint(d, u, v) {
   return [(d + u) * ALONG[0], (d - u) * ALONG[1] + v];
 }
 
+/** @type {(points: [number, number, number][]) => Polygon} */
+function projectPoints(points) {
+  return points.map(([d, u, v]) => projectPoint(d, u, v));
+}
+
+/** @type {(d: number, front: number, u0: number, u1: number, v0: number, v1: number) => BlockFaces} */
 function makeFaces(d, front, u0, u1, v0, v1) {
   return {
-    left: [[d, u0, v0], [front, u0, v0], [front, u0, v1], [d, u0, v1]].map((each) => projectPoint(...each)),
-    top: [[d, u0, v0], [d, u1, v0], [front, u1, v0], [front, u0, v0]].map((each) => projectPoint(...each)),
-    front: [[front, u0, v0], [front, u1, v0], [front, u1, v1], [front, u0, v1]].map((each) => projectPoint(...each)),
+    left: projectPoints([[d, u0, v0], [front, u0, v0], [front, u0, v1], [d, u0, v1]]),
+    top: projectPoints([[d, u0, v0], [d, u1, v0], [front, u1, v0], [front, u0, v0]]),
+    front: projectPoints([[front, u0, v0], [front, u1, v0], [front, u1, v1], [front, u0, v1]]),
   };
 }
 
-/** Return where a stage places a block: [u0, u1, v0, v1] in units of the longer side of an image of [rows, cols]. */
+/** Return where a stage places a block: [u0, u1, v0, v1] in units of the longer side of an image of [rows, cols].
+ * @type {(block: PlanBlock, stage: PlanStage, size: Pair) => Rectangle} */
 export function placeBlock(block, stage, size) {
   const most = Math.max(...size);
   const [high, wide] = [size[0] / most, size[1] / most];
@@ -48,7 +58,8 @@ export function placeBlock(block, stage, size) {
   return [u + column * part, u + (column + 1) * part, v, v + high * scale];
 }
 
-/** Return the scene of one copy of the model in units of an image's longer side, its blocks in drawing order. */
+/** Return the scene of one copy of the model in units of an image's longer side, its blocks in drawing order.
+ * @type {(stages: PlanStage[], blocks: PlanBlock[], size: Pair) => PlanScene} */
 export function buildPlanScene(stages, blocks, size) {
   const most = Math.max(...size), wide = size[1] / most, high = size[0] / most;
   const gap = clamp(7 / (stages.length + 1), 0.42, GAP);
@@ -63,30 +74,37 @@ export function buildPlanScene(stages, blocks, size) {
     const seam = Math.min(SEAM, (u1 - u0) * 0.12, (v1 - v0) * 0.12);
     const front = d + Math.min(DEPTH, 0.45 * (u1 - u0), 0.45 * (v1 - v0));
     const faces = makeFaces(d, front, u0 + seam, u1 - seam, v0 + seam, v1 - seam);
-    const middle = [(u0 + u1) / 2, (v0 + v1) / 2];
-    return {
+    const u = (u0 + u1) / 2, v = (v0 + v1) / 2;
+    /** @type {PlanBox} */
+    const box = {
       block, faces, span: [u1 - u0, v1 - v0],
-      into: projectPoint(d, ...middle), out: projectPoint(front, ...middle),
+      into: projectPoint(d, u, v), out: projectPoint(front, u, v),
       row: stage.shared ? 0 : Math.floor(block.tile / stage.cols), column: block.tile % stage.cols,
     };
+    return box;
   });
   // The far ones first: by stage, then from the right to the left and from the bottom to the top of a sheet, since a
   // block's left side and top may lie over its neighbours.
   boxes.sort((a, b) => a.block.stage - b.block.stage || b.column - a.column || b.row - a.row);
   const first = boxes.filter((box) => box.block.stage === 0);
-  const image = [[0, 0, 0], [0, wide, 0], [0, wide, high], [0, 0, high]].map((each) => projectPoint(...each));
+  const image = projectPoints([[0, 0, 0], [0, wide, 0], [0, wide, high], [0, 0, high]]);
   const cuts = first.map((box) => {
     const [u0, u1, v0, v1] = placeBlock(box.block, { ...stages[0], spatial: true }, size);
-    return [[0, u0, v0], [0, u1, v0], [0, u1, v1], [0, u0, v1]].map((each) => projectPoint(...each));
+    return projectPoints([[0, u0, v0], [0, u1, v0], [0, u1, v1], [0, u0, v1]]);
   });
   const flows = findFlows(boxes, cuts, stages.length);
   return { boxes, sheets, image, cuts, foot: projectPoint(0, 0, high), flows, gap };
 }
 
-/** Return the lines along which pixels flow, by the stage that they lead to; one line stands for very many. */
+/** Return the lines along which pixels flow, by the stage that they lead to; one line stands for very many.
+ * @type {(boxes: PlanBox[], cuts: Polygon[], stages: number) => [Pair, Pair][][]} */
 function findFlows(boxes, cuts, stages) {
-  const middle = (points) => [0, 1].map((axis) => points.reduce((sum, each) => sum + each[axis], 0) / points.length);
+  /** @type {(points: Polygon) => Pair} */
+  const middle = (points) => [
+    points.reduce((sum, [x]) => sum + x, 0) / points.length, points.reduce((sum, [, y]) => sum + y, 0) / points.length,
+  ];
   let from = cuts.map(middle);
+  /** @type {[Pair, Pair][][]} */
   const flows = [];
   for (let stage = 0; stage < stages; stage += 1) {
     const here = boxes.filter((box) => box.block.stage === stage);
@@ -103,10 +121,12 @@ function findFlows(boxes, cuts, stages) {
 /**
  * Return the scale and offset that fit a scene into `view` [width, height], with `margins` [top, right, bottom, left].
  * Room that is left over is mostly on the right, where the card about a rank is.
+ * @type {(scene: PlanScene, view: Pair, margins: Rectangle) => Transform}
  */
 export function fitPlanScene(scene, view, margins) {
   // One by one: a call takes fewer arguments than the blocks of a plan have corners.
   let [left, right, top, bottom] = [Infinity, -Infinity, Infinity, -Infinity];
+  /** @type {(points: Polygon) => void} */
   const cover = (points) => {
     for (const [x, y] of points) {
       [left, right, top, bottom] = [Math.min(left, x), Math.max(right, x), Math.min(top, y), Math.max(bottom, y)];

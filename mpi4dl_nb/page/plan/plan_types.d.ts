@@ -94,3 +94,83 @@ interface PlanPageValues extends PageValues {
   serial: number;
   locked?: Record<string, string>;
 }
+
+/** A rank's part in a stage, and the part of the image in px. */
+interface PlanBlock {
+  stage: number;
+  tile: number;
+  rank: number;
+  top: number;
+  left: number;
+  bottom: number;
+  right: number;
+}
+
+type Polygon = Pair[];
+
+interface BlockFaces {
+  left: Polygon;
+  top: Polygon;
+  front: Polygon;
+}
+
+/** A block in the scene: its faces, the width and height of its front, and where flows arrive and leave. */
+interface PlanBox {
+  block: PlanBlock;
+  faces: BlockFaces;
+  span: Pair;
+  into: Pair;
+  out: Pair;
+  row: number;
+  column: number;
+}
+
+/** A copy of the model in units of an image's longer side. `flows` are the ends of lines, by the stage they lead to. */
+interface PlanScene {
+  boxes: PlanBox[];
+  sheets: { number: number; d: number; foot: Pair }[];
+  image: Polygon;
+  cuts: Polygon[];
+  foot: Pair;
+  flows: [Pair, Pair][][];
+  gap: number;
+}
+
+/** The elements of a gauge, by name. */
+interface GaugeRow {
+  root: HTMLElement;
+  label: HTMLElement;
+  text: HTMLElement;
+  change: HTMLElement;
+  note: HTMLElement;
+  fill: HTMLElement;
+  ghost: HTMLElement;
+  limit: HTMLElement;
+}
+
+/** The row of a control, with its inputs. */
+interface ControlRow {
+  row: HTMLElement;
+  inputs: ControlInput[];
+  option: PlanOption;
+}
+
+type ControlInput = HTMLElement & { disabled?: boolean };
+
+/** The columns of the configurator. */
+interface PlanParts {
+  left: HTMLElement;
+  facts: HTMLElement;
+  copies: HTMLSelectElement;
+  doing: HTMLElement;
+  picture: HTMLElement;
+  legend: HTMLElement;
+  status: HTMLElement;
+  gauges: HTMLElement;
+  button: HTMLButtonElement;
+  place: HTMLElement;
+  reason: HTMLElement;
+  root: HTMLElement;
+}
+
+type PlanPicture = import("./plan_picture.js").PlanPicture;

@@ -11,8 +11,12 @@ import { PlanPicture } from "./plan_picture.js";
  * Every view of a model gets every answer, also those to other views: `answered` is the greatest number so far.
  */
 export class SettingSender {
+  /** @param {(message: { set: PlanSettings, serial: number }) => void} send */
   constructor(send) {
-    [this.send, this.serial, this.answered, this.waiting] = [send, 0, 0, null];
+    this.send = send;
+    this.serial = this.answered = 0;
+    /** @type {PlanSettings | null} */
+    this.waiting = null;
   }
 
   /** Whether the kernel has answered everything that was set. */
@@ -20,25 +24,29 @@ export class SettingSender {
     return this.answered >= this.serial && !this.waiting;
   }
 
+  /** @type {(values: PlanSettings) => void} */
   set(values) {
     this.waiting = { ...this.waiting, ...values };
     if (this.answered >= this.serial) this.flush();
   }
 
+  /** @type {(serial: number) => void} */
   answer(serial) {
     this.answered = Math.max(this.answered, serial);
     if (this.waiting && this.answered >= this.serial) this.flush();
   }
 
   flush() {
-    const values = this.waiting;
+    const values = this.waiting ?? {};
     this.waiting = null;
     this.serial = Math.max(this.serial, this.answered) + 1;
     this.send({ set: values, serial: this.serial });
   }
 }
 
+/** @type {(el: HTMLElement, start: () => void) => PlanParts} */
 function buildColumns(el, start) {
+  /** @type {(name: string, attributes?: Attributes, ...children: Child[]) => HTMLElement} */
   const part = (name, attributes = {}, ...children) =>
     makeElement("div", { class: `mpi4dl-plan-${name}`, ...attributes }, ...children);
   const parts = {
@@ -57,6 +65,7 @@ function buildColumns(el, start) {
   return { ...parts, root };
 }
 
+/** @type {(parts: PlanParts, shape: Partial<PlanShape>, picture: PlanPicture) => void} */
 function showFacts(parts, shape, picture) {
   parts.facts.replaceChildren(...(shape.facts ?? []).map(([number, words]) =>
     makeElement("span", {}, makeElement("b", { text: number }), ` ${words}`)));
@@ -64,26 +73,29 @@ function showFacts(parts, shape, picture) {
   parts.copies.hidden = copies.length < 2;
   if ([...parts.copies.options].map((each) => each.text).join() !== copies.join()) {
     parts.copies.replaceChildren(...copies.map((text, value) => makeElement("option", { value, text })));
-    parts.copies.value = picture.copy;
+    parts.copies.value = String(picture.copy);
   }
 }
 
+/** @type {(parts: PlanParts, start: Partial<PlanStart>) => void} */
 function showStart(parts, start) {
   parts.button.textContent = start.label ?? "";
-  parts.button.setAttribute("aria-disabled", start.disabled ?? true);
+  parts.button.setAttribute("aria-disabled", String(start.disabled ?? true));
   parts.place.textContent = start.place ?? "";
   parts.reason.textContent = start.trouble ? `⚠ ${start.trouble}` : start.reason || start.note || "";
   parts.reason.title = parts.reason.textContent;
   parts.reason.classList.toggle("mpi4dl-plan-bad", Boolean(start.trouble));
 }
 
-/** Show the configurator of `model` in `el`. Returns the function that ends it. */
+/** Show the configurator of `model` in `el`. Returns the function that ends it.
+ * @type {(room: Room<PlanPageValues>) => () => void} */
 function renderPlan({ model, el }) {
   const parts = buildColumns(el, () => model.send({ start: true }));
   const sender = new SettingSender((content) => model.send(content));
   const controls = new PlanControls(parts.left, model.get("options"), (values) => sender.set(values));
   const picture = new PlanPicture(parts.picture, parts.status, parts.legend);
   const gauges = new PlanGauges(parts.gauges);
+  /** @type {Record<string, () => void>} */
   const show = {
     shape: () => {
       const shape = model.get("shape");
@@ -107,6 +119,7 @@ function renderPlan({ model, el }) {
     locked: () => controls.lock(model.get("locked") ?? {}),
     serial: () => { sender.answer(model.get("serial")); show.values(); },
   };
+  /** @type {Record<string, string[]>} */
   const follow = { errors: ["errors", "gauges"], blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };
   const observers = Object.entries({ ...show, ...Object.fromEntries(Object.keys(follow).map((name) =>
     [name, () => follow[name].forEach((each) => show[each]())])) });
