@@ -1,7 +1,8 @@
 // An image with alt text, which the kernel replaces.
 /** @type {(room: Room<FigureValues>) => () => void} */
 function render({ model, el }) {
-  const frame = document.createElement("div"), image = document.createElement("img"), night = document.createElement("i");
+  const frame = document.createElement("div"), night = document.createElement("i");
+  const image = document.createElement("img");
   frame.className = "mpi4dl-drawing";
   image.className = "mpi4dl-figure";
   frame.append(image, night);

@@ -149,7 +149,8 @@ export class PlanControls {
    * @type {(values: PlanSettings) => void} */
   showValues(values) {
     for (const [name, value] of Object.entries(values)) {
-      const isTyped = this.rows.get(name)?.inputs.some((input) => input === document.activeElement && input.dataset.typed);
+      const isTyped = this.rows.get(name)?.inputs.some(
+        (input) => input === document.activeElement && input.dataset.typed);
       if (!isTyped) this.setters.get(name)?.(value);
     }
   }

@@ -141,7 +141,9 @@ function readFont(context) {
 export function drawOutline(context, box, transform, colours, width) {
   const { front, top, left } = box.faces;
   const outline = [left[3], left[0], top[1], front[1], front[2], front[3]];
-  for (const [size, colour] of /** @type {[number, string][]} */ ([[width + 3, colours.paper], [width, colours.brand]])) {
+  /** @type {[number, string][]} */
+  const strokes = [[width + 3, colours.paper], [width, colours.brand]];
+  for (const [size, colour] of strokes) {
     tracePolygon(context, outline, transform);
     context.lineWidth = size;
     context.strokeStyle = colour;

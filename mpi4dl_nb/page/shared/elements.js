@@ -66,7 +66,8 @@ export function makeKeyHelp(host, keys) {
     list.hidden = !isOpen;
     button.setAttribute("aria-expanded", String(isOpen));
   };
-  const button = makeButton("?", "Keys", () => show(list.hidden !== false), { "aria-label": "Keys", "aria-controls": id });
+  const names = { "aria-label": "Keys", "aria-controls": id };
+  const button = makeButton("?", "Keys", () => show(list.hidden !== false), names);
   show(false);
   for (const part of /** @type {HTMLElement[]} */ ([button, list])) {
     part.addEventListener("keydown", (event) => {
@@ -155,7 +156,9 @@ export function makeFrameLoop(draw) {
 
 /** The colours of the light theme.
  * @type {Theme} */
-export const LIGHT = { ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2" };
+export const LIGHT = {
+  ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2",
+};
 
 /**
  * Return the colours of the theme in which an element is shown, light or dark: those of page.css, by name.

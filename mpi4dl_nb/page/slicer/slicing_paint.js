@@ -145,7 +145,9 @@ function listTileEdges(scene, table) {
 /** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue.
  * @type {(context: Context, edges: Rectangle) => void} */
 function paintSeam(context, [top, left, bottom, right]) {
-  for (const [colour, shift] of /** @type {[string, number][]} */ ([["rgb(255 255 255 / 75%)", 1], [DARK, 0]])) {
+  /** @type {[string, number][]} */
+  const strokes = [["rgb(255 255 255 / 75%)", 1], [DARK, 0]];
+  for (const [colour, shift] of strokes) {
     context.strokeStyle = colour;
     context.lineWidth = 1;
     context.strokeRect(Math.round(left) + 0.5 - shift, Math.round(top) + 0.5 - shift, right - left, bottom - top);

@@ -1,6 +1,6 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
-import { fitCanvas } from "../shared/canvas.js";
+import { fitCanvas, getContext } from "../shared/canvas.js";
 import {
   Tooltip, boundHeight, makeElement, makeFrameLoop, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit,
   watchTheme,
@@ -20,15 +20,25 @@ import { TimelineScene } from "./timeline_scene.js";
 const GLIDE_MS = 140;
 const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: the button ?.";
 
-/** Show a timeline in `el` and keep it in step with the model. Return a function that removes it. */
+/** Show a timeline in `el` and keep it in step with the model. Return a function that removes it.
+ * @type {(room: Room<TimelineValues>) => () => void} */
 function render({ model, el }) {
   const page = new TimelinePage(model, el);
   return () => page.close();
 }
 
 class TimelinePage {
+  /** @param {Model<TimelineValues>} model
+   * @param {HTMLElement} el */
   constructor(model, el) {
-    Object.assign(this, { model, glide: null, root: makeElement("div", { class: "mpi4dl-page mpi4dl-timeline" }) });
+    this.model = model;
+    /** @type {{ from: TimeSpan, to: TimeSpan, since: number } | null} */
+    this.glide = null;
+    this.isTelling = false;
+    this.root = makeElement("div", { class: "mpi4dl-page mpi4dl-timeline" });
+    this.theme = readColours(this.root);
+    this.scene = this.makeScene();
+    this.places = new Int32Array(); // from an event's place in the kernel to its index here
     const all = () => ({ start: 0, end: this.scene.seconds });
     this.parts = makeTimelineParts({
       zoomIn: () => this.show(this.scene.zoom(2), true), zoomOut: () => this.show(this.scene.zoom(1 / 2), true),
@@ -43,8 +53,9 @@ class TimelinePage {
     this.overview = new TimelineOverview(overview);
     this.redraw = makeFrameLoop(() => this.draw());
     this.remark = makeFrameLoop(() => this.drawMarks());
-    this.readStep();
+    this.showStep();
     const follow = () => this.followModel();
+    /** @type {[string, () => void][]} */
     this.observers = [["change:serial", () => this.readStep()], ["change:selected change:rank", follow]];
     for (const [events, observer] of this.observers) model.on(events, observer);
     this.sizes = new ResizeObserver(() => this.resize());
@@ -64,11 +75,23 @@ class TimelinePage {
 
   /** Read the step anew from the model: other events, words and shares. */
   readStep() {
-    const { model, parts } = this, words = model.get("words");
     this.glide = null; // its spans are of the step before
-    this.scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
-    Object.assign(this.scene, { textures: new Textures(words.looks), strips: new Strips() });
-    this.places = new Int32Array(this.scene.events.measured); // from an event's place in the kernel to its index here
+    this.scene = this.makeScene();
+    this.showStep();
+  }
+
+  /** Return the scene of the model's step.
+   * @returns {DrawnScene} */
+  makeScene() {
+    const { model, theme } = this, words = model.get("words");
+    const scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
+    const textures = new Textures(words.looks), strips = new Strips();
+    return Object.assign(scene, { textures, strips, theme, pixelRatio: 1, fills: /** @type {LookFills} */ ([[], []]) });
+  }
+
+  showStep() {
+    const { parts, scene: { words } } = this;
+    this.places = new Int32Array(this.scene.events.measured);
     this.places.forEach((_, at) => { this.places[this.scene.events.place[at]] = at; });
     parts.canvas.setAttribute("aria-label", describeTimeline(words));
     parts.title.replaceChildren(...words.titles.map((text) => makeElement("span", { text })));
@@ -87,7 +110,7 @@ class TimelinePage {
     if (event === scene.selected && model.get("rank") === scene.rank) return;
     scene.select(event);
     scene.rank = model.get("rank");
-    if (scene.layout) this.show(scene.reveal(), true);
+    if (scene.layout.width) this.show(scene.reveal(), true);
     this.tell(event);
   }
 
@@ -123,10 +146,10 @@ class TimelinePage {
 
   draw() {
     const { scene, parts } = this;
-    if (!scene.layout) return;
-    if (this.glide) this.advanceGlide();
+    if (!scene.layout.width) return;
+    if (this.glide) this.advanceGlide(this.glide);
     scene.theme = this.theme;
-    drawTimeline(parts.canvas.getContext("2d"), scene);
+    drawTimeline(getContext(parts.canvas), scene);
     this.drawMarks();
     this.overview.draw(scene);
     const { start, end } = scene.span;
@@ -135,10 +158,11 @@ class TimelinePage {
   }
 
   drawMarks() {
-    if (this.scene.theme) drawMarks(this.parts.marks.getContext("2d"), this.scene);
+    if (this.scene.layout.width) drawMarks(getContext(this.parts.marks), this.scene);
   }
 
-  /** Show a span; `smooth` glides to it, unless the reader wants less motion. */
+  /** Show a span; `smooth` glides to it, unless the reader wants less motion.
+   * @type {(span: TimeSpan, smooth?: boolean) => void} */
   show(span, smooth = false) {
     const glides = smooth && !prefersReducedMotion();
     this.glide = glides ? { from: this.scene.span, to: span, since: performance.now() } : null;
@@ -146,8 +170,9 @@ class TimelinePage {
     this.redraw();
   }
 
-  advanceGlide() {
-    const { from, to, since } = this.glide, part = Math.min((performance.now() - since) / GLIDE_MS, 1);
+  /** @type {(glide: { from: TimeSpan, to: TimeSpan, since: number }) => void} */
+  advanceGlide({ from, to, since }) {
+    const part = Math.min((performance.now() - since) / GLIDE_MS, 1);
     const eased = 1 - (1 - part) ** 3;
     this.scene.span = part === 1 ? to
       : { start: from.start + (to.start - from.start) * eased, end: from.end + (to.end - from.end) * eased };
@@ -155,12 +180,13 @@ class TimelinePage {
     else this.redraw();
   }
 
-  /** Describe what is under the pointer. */
+  /** Describe what is under the pointer.
+   * @type {(x: number, y: number) => void} */
   hover(x, y) {
     const { scene, parts } = this, event = scene.findEvent(x, y);
     scene.cursor = x;
     parts.canvas.style.cursor = event >= 0 || scene.findRank(x, y) >= 0 ? "pointer" : "";
-    if (event >= 0) this.tooltip.show(scene.describe(event), x, y + parts.canvas.parentElement.offsetTop);
+    if (event >= 0) this.tooltip.show(scene.describe(event), x, y + parts.stack.offsetTop);
     else this.tooltip.hide();
     if (event !== scene.hovered) {
       scene.hovered = event;
@@ -170,13 +196,14 @@ class TimelinePage {
   }
 
   leave() {
-    Object.assign(this.scene, { hovered: -1, cursor: -1 });
+    this.scene.hovered = this.scene.cursor = -1;
     this.tooltip.hide();
     this.tell(this.scene.selected);
     this.remark();
   }
 
-  /** Select what is at a point: an event, a rank by its name, or nothing. */
+  /** Select what is at a point: an event, a rank by its name, or nothing.
+   * @type {(x: number, y: number) => void} */
   press(x, y) {
     const event = this.scene.findEvent(x, y), rank = this.scene.findRank(x, y);
     this.parts.canvas.focus({ preventScroll: true });
@@ -185,7 +212,8 @@ class TimelinePage {
     else this.clear();
   }
 
-  /** Select an event, also in the kernel; `moves` shows it where it is out of view. */
+  /** Select an event, also in the kernel; `moves` shows it where it is out of view.
+   * @type {(event: number, moves?: boolean) => void} */
   choose(event, moves = true) {
     const { scene } = this;
     if (event < 0) return;
@@ -195,8 +223,10 @@ class TimelinePage {
     this.redraw();
   }
 
+  /** @type {(rank?: number) => void} */
   clear(rank = -1) {
-    Object.assign(this.scene, { selected: -1, rank });
+    this.scene.selected = -1;
+    this.scene.rank = rank;
     this.tellKernel();
     this.tell(-1);
     this.redraw();
@@ -211,20 +241,22 @@ class TimelinePage {
     this.model.save_changes();
   }
 
+  /** @type {(event: number) => void} */
   tell(event) {
     const { status } = this.parts, text = event < 0 ? HINT : this.scene.describe(event).join(" · ");
     if (status.textContent !== text) status.textContent = text;
   }
 
-  /** Search for a text, in the box too. */
+  /** Search for a text, in the box too.
+   * @type {(text: string) => void} */
   search(text) {
     const { scene, parts } = this;
     if (parts.search.value.trim() !== text) parts.search.value = text;
     scene.search(text);
     const [found, of] = [scene.matchCount, scene.events.measured].map((each) => each.toLocaleString("en"));
     parts.count.textContent = scene.found ? `${found} of ${of} events` : "";
-    for (const stepper of parts.steppers) stepper.setAttribute("aria-disabled", !scene.matchCount);
-    if (this.theme) this.fillLegend();
+    for (const stepper of parts.steppers) stepper.setAttribute("aria-disabled", String(!scene.matchCount));
+    this.fillLegend();
     this.redraw();
   }
 
@@ -239,7 +271,7 @@ class TimelinePage {
       if (act.span) this.show(act.span, true);
       else if (act.action === "search") search.focus();
       else if (act.action === "clear") this.clear();
-      else this.choose(act.event);
+      else if (act.event !== undefined) this.choose(act.event);
     });
     search.addEventListener("input", () => this.search(search.value.trim()));
     search.addEventListener("keydown", (event) => {

@@ -4,20 +4,23 @@ import { copyBytes, readIntegers } from "../shared/numbers.js";
 
 const LANES = ["work", "messages", "predicted"];
 
-/** Return the columns of all events, from the kernel's bytes (DataViews); `words` has the names that codes refer to. */
+/** Return the columns of all events, from the kernel's bytes (DataViews); `words` has the names that codes refer to.
+ * @type {(words: Pick<TimelineWords, "counts">, times: Bytes, codes: Bytes) => TimelineEvents} */
 export function unpackEvents(words, times, codes) {
   const count = words.counts.reduce((sum, each) => sum + each, 0);
-  const cut = (all, names) => names.map((name, at) => [name, all.subarray(at * count, (at + 1) * count)]);
-  const columns = Object.fromEntries([
-    ...cut(new Float64Array(copyBytes(times)), ["start", "end", "wait", "bytes"]),
-    ...cut(readIntegers(codes), ["row", "look", "name", "kind", "phase", "microBatch", "place"]),
-  ]);
-  return { ...columns, count, measured: words.counts[0] };
+  const all = new Float64Array(copyBytes(times)), places = readIntegers(codes);
+  const [start, end, wait, bytes] = [0, 1, 2, 3].map((at) => all.subarray(at * count, (at + 1) * count));
+  const [row, look, name, kind, phase, microBatch, place] = [0, 1, 2, 3, 4, 5, 6].map(
+    (at) => places.subarray(at * count, (at + 1) * count));
+  return { count, measured: words.counts[0], start, end, wait, bytes, row, look, name, kind, phase, microBatch, place };
 }
 
-/** Return the bars of each row: for each lane the starts, ends, looks and events of its bars, ordered by start. */
+/** Return the bars of each row: for each lane the starts, ends, looks and events of its bars, ordered by start.
+ * @type {(events: TimelineEvents, words: Pick<TimelineWords, "rows" | "work" | "wait">) => Lane[][]} */
 export function makeLanes(events, words) {
+  /** @type {OpenLane[][]} */
   const rows = words.rows.map(() => LANES.map(() => ({ start: [], end: [], look: [], event: [] })));
+  /** @type {(lane: OpenLane, start: number, end: number, look: number, event: number) => void} */
   const add = (lane, start, end, look, event) => {
     lane.start.push(start);
     lane.end.push(end);
@@ -35,6 +38,7 @@ export function makeLanes(events, words) {
   return rows.map((lanes) => lanes.map(finishLane));
 }
 
+/** @type {(lane: OpenLane) => Lane} */
 function finishLane({ start, end, look, event }) {
   const lane = {
     start: Float64Array.from(start), end: Float64Array.from(end), look: Uint8Array.from(look),
@@ -45,8 +49,10 @@ function finishLane({ start, end, look, event }) {
   return lane;
 }
 
-/** Return the runs of bars of one lane with one label: consecutive work on one micro-batch in one pass (F0, B0, W0). */
+/** Return the runs of bars of one lane with one label: consecutive work on one micro-batch in one pass (F0, B0, W0).
+ * @type {(lane: Lane, events: TimelineEvents, words: TimelineWords) => Runs} */
 export function makeRuns(lane, events, words) {
+  /** @type {Runs} */
   const runs = { start: [], end: [], latest: [], label: [] };
   let busy = 0;
   for (let at = 0; at < lane.start.length; at++) {
@@ -66,21 +72,25 @@ export function makeRuns(lane, events, words) {
   return runs;
 }
 
-/** Return the pass and micro-batch of an event, such as `F0`; of what is no pass, its kind. */
+/** Return the pass and micro-batch of an event, such as `F0`; of what is no pass, its kind.
+ * @type {(events: TimelineEvents, words: TimelineWords, event: number) => string} */
 export function labelEvent(events, words, event) {
   const kind = words.kinds[events.kind[event]];
   return kind === "compute" ? words.letters[events.phase[event]] + events.microBatch[event] : kind;
 }
 
-/** Return the predicted event of each measured one by index, or -1: that of the same row, name, phase, micro-batch. */
+/** Return the predicted event of each measured one by index, or -1: that of the same row, name, phase, micro-batch.
+ * @type {(events: TimelineEvents) => Int32Array} */
 export function matchPredicted(events) {
+  /** @type {(at: number) => string} */
   const key = (at) => `${events.row[at]} ${events.name[at]} ${events.phase[at]} ${events.microBatch[at]}`;
+  /** @type {Map<string, number[]>} */
   const known = new Map();
   for (let at = events.measured; at < events.count; at++) {
-    if (!known.has(key(at))) known.set(key(at), []);
-    known.get(key(at)).push(at);
+    known.set(key(at), [...(known.get(key(at)) ?? []), at]);
   }
   // A gradient sum occurs twice, where it starts and where it is waited for: the first belongs to the first.
+  /** @type {Map<string, number>} */
   const used = new Map();
   return Int32Array.from({ length: events.measured }, (_, at) => {
     const name = known.size ? key(at) : "";

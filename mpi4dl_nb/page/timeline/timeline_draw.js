@@ -15,7 +15,8 @@ const SHORTENED_PX = 84; // wider bars have the beginning of a long label
 const COLUMNS = [0, 0.3, 0.7]; // of a rank's three shares, in their room
 const LEAST_SHARE = 0.01; // smaller waits are not labelled
 
-/** Draw a scene: its events, layout, span, scroll, theme and what is chosen. The context's unit is a px of the page. */
+/** Draw a scene: its events, layout, span, scroll, theme and what is chosen. The context's unit is a px of the page.
+ * @type {(context: Context, scene: DrawnScene) => void} */
 export function drawTimeline(context, scene) {
   const { layout, theme } = scene;
   context.clearRect(0, 0, layout.width, layout.height);
@@ -43,6 +44,7 @@ export function drawTimeline(context, scene) {
   drawRuler(context, scene, ticks, step, scale);
 }
 
+/** @type {(context: Context, scene: DrawnScene, row: number, top: number) => void} */
 function drawRowFrame(context, { layout, theme, words, rank, fills }, row, top) {
   const { roles, shares, ...own } = words.rows[row], chosen = own.rank === rank;
   context.fillStyle = theme.panel;
@@ -57,7 +59,7 @@ function drawRowFrame(context, { layout, theme, words, rank, fills }, row, top) 
   const middle = top + layout.rowHeight / 2, two = !layout.small && roles && layout.left > 100;
   context.font = `${chosen ? 700 : 600} ${layout.small ? 11 : 13}px ${FONT}`;
   context.textAlign = "left";
-  context.fillText(layout.left > 100 ? `rank ${own.rank}` : own.rank, 10, two ? middle - 8 : middle);
+  context.fillText(layout.left > 100 ? `rank ${own.rank}` : String(own.rank), 10, two ? middle - 8 : middle);
   if (two || (layout.small && roles && layout.left > 100)) {
     context.fillStyle = theme.faint;
     context.font = `${layout.small ? 10.5 : 11.5}px ${FONT}`;
@@ -70,6 +72,8 @@ function drawRowFrame(context, { layout, theme, words, rank, fills }, row, top) 
 }
 
 // The rank's own time: work, messages and waiting, as a bar and in numbers.
+/** @type {(context: Context, layout: TimelineLayout, theme: Theme, words: TimelineWords, fills: LookFills, shares:
+ * number[], middle: number) => void} */
 function drawShares(context, layout, theme, words, fills, shares, middle) {
   const left = layout.left + layout.plot + 12, width = layout.right - 20, height = layout.small ? 6 : 9;
   const top = layout.small ? middle - 9 : middle - 12;
@@ -89,6 +93,7 @@ function drawShares(context, layout, theme, words, fills, shares, middle) {
     top + height + (layout.small ? 7 : 11)));
 }
 
+/** @type {(context: Context, scene: DrawnScene, ticks: number[], scale: number) => void} */
 function drawGrid(context, { layout, theme, span }, ticks, scale) {
   context.fillStyle = theme.line;
   context.globalAlpha = 0.5;
@@ -97,12 +102,14 @@ function drawGrid(context, { layout, theme, span }, ticks, scale) {
   context.globalAlpha = 1;
 }
 
+/** @type {(scene: DrawnScene) => DrawnRow[]} */
 function findVisibleRows({ layout, scroll }) {
-  return Array.from({ length: layout.rows }, (_, row) => ({ row, top: layout.ruler + row * layout.rowHeight - scroll }))
+  return Array.from({ length: layout.rows }, (_, row) => ({ row, lanes: [], top: layout.ruler + row * layout.rowHeight - scroll }))
     .filter(({ top }) => top < layout.height && top + layout.rowHeight > layout.ruler);
 }
 
 // Find the boxes of all lanes that are visible, and paint the thin ones as strips.
+/** @type {(scene: DrawnScene, rows: DrawnRow[]) => void} */
 function mergeRows(scene, rows) {
   const { found, layout, strips } = scene;
   strips.prepare(layout.plot, rows.length * layout.lanes.length, scene.pixelRatio, scene.fills[1], FADED);
@@ -116,6 +123,7 @@ function mergeRows(scene, rows) {
   strips.finish();
 }
 
+/** @type {(context: Context, scene: DrawnScene, lane: DrawnLane, top: number) => void} */
 function drawLane(context, { layout, strips, fills }, { boxes, strip, height }, top) {
   if (strip >= 0) strips.draw(context, strip, layout.left, top, layout.plot, height);
   for (let box = 0; box < boxes.length; box += 5) {
@@ -128,11 +136,13 @@ function drawLane(context, { layout, strips, fills }, { boxes, strip, height }, 
   context.globalAlpha = 1;
 }
 
-/** Write labels into the bars of a row: of its work, either each bar's or that of a run; and how much waiting costs. */
+/** Write labels into the bars of a row: of its work, either each bar's or that of a run; and how much waiting costs.
+ * @type {(context: Context, scene: DrawnScene, row: number, top: number, scale: number) => void} */
 function drawLabels(context, scene, row, top, scale) {
   const { layout, words, events, span } = scene, [work, messages] = layout.lanes;
   const runs = scene.runs[row], [first, last] = findVisible(runs, span);
   const [workLane, messageLane] = scene.lanes[row];
+  /** @type {(start: number, end: number) => Pair} */
   const place = (start, end) => [
     Math.max(layout.left + (start - span.start) * scale, layout.left),
     Math.min(layout.left + (end - span.start) * scale, layout.left + layout.plot),
@@ -144,6 +154,7 @@ function drawLabels(context, scene, row, top, scale) {
     if ((runs.end[run] - runs.start[run]) * scale / (bars[1] - bars[0]) < 46)
       writeLabel(context, scene, [runs.label[run]], from, to, top + work.top, work.height, workLane, bars[0]);
   }
+  /** @type {(lane: Lane, boxes: { top: number, height: number }, name: (lane: Lane, bar: number) => string[]) => void} */
   const label = (lane, boxes, name) => {
     const [begin, stop] = findVisible(lane, span);
     for (let bar = begin; bar < stop; bar++) {
@@ -152,11 +163,13 @@ function drawLabels(context, scene, row, top, scale) {
         boxes.height, lane, bar);
     }
   };
+  /** @type {(lane: Lane, bar: number) => string[]} */
   const nameWork = (lane, bar) => {
     const short = labelEvent(events, words, lane.event[bar]);
     return (lane.end[bar] - lane.start[bar]) * scale < 46 ? []
       : [`${short} · ${nameEvent(events, words, lane.event[bar])}`, short];
   };
+  /** @type {(lane: Lane, bar: number) => string[]} */
   const nameMessage = (lane, bar) => {
     const share = (lane.end[bar] - lane.start[bar]) / words.seconds[0];
     if (lane.look[bar] === words.wait) return share < LEAST_SHARE ? [] : shareForms(share);
@@ -167,12 +180,15 @@ function drawLabels(context, scene, row, top, scale) {
   label(messageLane, messages, nameMessage);
 }
 
+/** @type {(share: number) => string[]} */
 function shareForms(share) {
   const text = formatShare(share);
   return [`waits ${text} of the step`, `waits ${text}`, text];
 }
 
 // The first form that fits, on a plate of the bar's colour, so that no texture runs through the letters.
+/** @type {(context: Context, scene: DrawnScene, forms: string[], from: number, to: number, top: number, height:
+ * number, lane: Lane, bar: number) => void} */
 function writeLabel(context, scene, forms, from, to, top, height, lane, bar) {
   const size = height > 18 ? 12 : 11, look = scene.words.looks[lane.look[bar]];
   if (scene.found && !scene.found[lane.event[bar]]) return;
@@ -191,17 +207,21 @@ function writeLabel(context, scene, forms, from, to, top, height, lane, bar) {
   }
 }
 
+/** @type {Map<string, number>} */
 const widths = new Map(); // of texts, in px, by font: measuring a text takes longer than drawing it
 
+/** @type {(context: Context, text: string) => number} */
 function measureLabel(context, text) {
   const key = context.font + text;
-  if (!widths.has(key)) {
-    if (widths.size > 5000) widths.clear();
-    widths.set(key, context.measureText(text).width);
-  }
-  return widths.get(key);
+  const known = widths.get(key);
+  if (known !== undefined) return known;
+  if (widths.size > 5000) widths.clear();
+  const { width } = context.measureText(text);
+  widths.set(key, width);
+  return width;
 }
 
+/** @type {(context: Context, text: string, room: number) => string} */
 function shortenText(context, text, room) {
   if (measureLabel(context, text) <= room) return text;
   let length = text.length;
@@ -209,6 +229,7 @@ function shortenText(context, text, room) {
   return `${text.slice(0, length)}…`;
 }
 
+/** @type {(context: Context, scene: DrawnScene) => void} */
 function drawScroll(context, { layout, scroll, theme }) {
   const room = layout.height - layout.ruler;
   if (!getScrollLimit(layout)) return;
@@ -216,6 +237,7 @@ function drawScroll(context, { layout, scroll, theme }) {
   context.fillRect(layout.left - 6, layout.ruler + (scroll / layout.content) * room, 4, (room / layout.content) * room);
 }
 
+/** @type {(context: Context, scene: DrawnScene, ticks: number[], step: number, scale: number) => void} */
 function drawRuler(context, { layout, theme, span }, ticks, step, scale) {
   context.fillStyle = theme.faint;
   context.font = `11.5px ${FONT}`;

@@ -4,7 +4,8 @@ import { DRAG_PX, listenToDrag } from "../shared/pointer_drag.js";
 
 const STEP_PX = 80;
 
-/** What each key does, for the list of keys below a timeline. */
+/** What each key does, for the list of keys below a timeline.
+ * @type {[string, string][]} */
 export const TIMELINE_KEYS = [
   ["w s or + −", "zoom in, zoom out at the selected event"],
   ["a d or Shift + ← →", "earlier, later"],
@@ -18,11 +19,13 @@ export const TIMELINE_KEYS = [
   ["Esc", "select nothing"],
 ];
 
-/** Return what a key does to a scene: { span } to show, { event } to select, or { action }; null if it does nothing. */
+/** Return what a key does to a scene: { span } to show, { event } to select, or { action }; null if it does nothing.
+ * @type {(scene: TimelineScene, event: Pick<KeyboardEvent, "key" | "shiftKey">) => KeyAct | null} */
 export function handleTimelineKey(scene, { key, shiftKey }) {
+  /** @type {Record<string, number>} */
   const moves = { ArrowLeft: 1, ArrowRight: -1 };
   if (shiftKey && moves[key]) return { span: scene.pan(moves[key] * STEP_PX) };
-  const last = scene.getRowRange?.(scene.selected < 0 ? scene.getChosenRow() : scene.events.row[scene.selected]);
+  const last = scene.getRowRange(scene.selected < 0 ? scene.getChosenRow() : scene.events.row[scene.selected]);
   switch (key) {
     case "w": case "W": case "+": case "=": return { span: scene.zoom(1.5) };
     case "s": case "S": case "-": return { span: scene.zoom(1 / 1.5) };
@@ -44,10 +47,13 @@ export function handleTimelineKey(scene, { key, shiftKey }) {
   }
 }
 
-/** Listen to the pointer and the wheel on the canvas of a timeline. Return a function that stops. */
+/** Listen to the pointer and the wheel on the canvas of a timeline. Return a function that stops.
+ * @type {(canvas: HTMLCanvasElement, page: TimelineHost) => () => void} */
 export function listenToPointer(canvas, page) {
   const stop = new AbortController(), options = { signal: stop.signal };
+  /** @type {{ x: number, y: number, startX: number, startY: number, moved: boolean } | null} */
   let drag = null;
+  /** @type {(event: MouseEvent) => Pair} */
   const locate = (event) => {
     const box = canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];
@@ -67,12 +73,15 @@ export function listenToPointer(canvas, page) {
     event.preventDefault();
     page.leave(); // what is under the pointer changes with each frame; the next move describes it
   }, { passive: false, ...options });
+  /** @type {(event: PointerEvent) => void} */
   const begin = (event) => {
     const [x, y] = locate(event);
     drag = { x, y, startX: x, startY: y, moved: false };
   };
+  /** @type {(event: PointerEvent) => void} */
   const move = (event) => {
     const [x, y] = locate(event);
+    if (!drag) return;
     drag.moved ||= Math.hypot(x - drag.startX, y - drag.startY) >= DRAG_PX;
     if (drag.moved) {
       canvas.style.cursor = "grabbing";
@@ -82,14 +91,15 @@ export function listenToPointer(canvas, page) {
       Object.assign(drag, { x, y });
     }
   };
+  /** @type {(event: PointerEvent) => void} */
   const end = (event) => {
-    const clicked = event.type === "pointerup" && !drag.moved;
+    const clicked = event.type === "pointerup" && !drag?.moved;
     drag = null;
     canvas.style.cursor = "";
     if (clicked) page.press(...locate(event));
   };
   listenToDrag(canvas, { begin, move, end, hover: (event) => page.hover(...locate(event)) }, options);
-  canvas.addEventListener("pointerleave", () => drag || page.leave(), options);
+  canvas.addEventListener("pointerleave", () => { if (!drag) page.leave(); }, options);
   canvas.addEventListener("dblclick", () => page.show(page.scene.focusSelected(), true), options);
   return () => stop.abort();
 }

@@ -10,6 +10,7 @@ const MOST_PX = 620, LEAST_PX = 120;
 /**
  * Return the layout of `rows` rows on a canvas of `width` px, at most `most` px high. `lanes` are the top and height of
  * a row's lanes.
+ * @type {(rows: number, hasPredicted: boolean, width: number, most?: number) => TimelineLayout}
  */
 export function makeTimelineLayout(rows, hasPredicted, width, most = MOST_PX) {
   const size = rows <= MANY ? TALL : LOW;
@@ -26,12 +27,15 @@ export function makeTimelineLayout(rows, hasPredicted, width, most = MOST_PX) {
   };
 }
 
-/** Return the most by which the rows can be scrolled up. */
+/** Return the most by which the rows can be scrolled up.
+ * @type {(layout: TimelineLayout) => number} */
 export function getScrollLimit(layout) {
   return Math.max(layout.ruler + layout.content - (layout.height - 1), 0);
 }
 
-/** Return what is at a point of the canvas: row and lane (-1 between them), and whether it is beside the bars. */
+/** Return what is at a point of the canvas: row and lane (-1 between them), and whether it is beside the bars.
+ * @type {(layout: TimelineLayout, scroll: number, x: number, y: number) => { row: number, lane: number, beside:
+ * boolean }} */
 export function findPlace(layout, scroll, x, y) {
   const down = y - layout.ruler + scroll;
   const row = Math.floor(down / layout.rowHeight);
@@ -41,14 +45,16 @@ export function findPlace(layout, scroll, x, y) {
   return { row, lane, beside: x < layout.left || x > layout.left + layout.plot };
 }
 
-/** Return the scroll that shows all of a row, as near to the current one as possible. */
+/** Return the scroll that shows all of a row, as near to the current one as possible.
+ * @type {(layout: TimelineLayout, scroll: number, row: number) => number} */
 export function revealRow(layout, scroll, row) {
   const room = layout.height - layout.ruler - 1;
   const least = (row + 1) * layout.rowHeight - room, most = row * layout.rowHeight;
   return clamp(scroll, Math.max(least, 0), Math.min(most, getScrollLimit(layout)));
 }
 
-/** Return what a timeline leaves out on a canvas as narrow as this; nothing if it shows all. */
+/** Return what a timeline leaves out on a canvas as narrow as this; nothing if it shows all.
+ * @type {(layout: TimelineLayout) => string} */
 export function describeLeftOut({ left, right }) {
   if (right) return "";
   const roles = left < 100 ? ", and its stage and tile" : "";

@@ -1,6 +1,7 @@
 // Marks on a timeline, on a canvas of their own above the bars: what is pointed at and what is selected.
 
-/** Draw the marks of a scene. The context's unit is a px of the page. */
+/** Draw the marks of a scene. The context's unit is a px of the page.
+ * @type {(context: Context, scene: DrawnScene) => void} */
 export function drawMarks(context, scene) {
   const { layout, theme, cursor, events } = scene;
   context.clearRect(0, 0, layout.width, layout.height);
@@ -22,6 +23,7 @@ export function drawMarks(context, scene) {
 }
 
 // In ink with an edge of paper, which is seen on bars of any colour.
+/** @type {(context: Context, scene: DrawnScene, event: number, width: number) => void} */
 function outlineEvent(context, { events, words, layout, span, scroll, theme }, event, width) {
   if (event < 0) return;
   const lane = event >= events.measured ? 2 : words.work[events.kind[event]] ? 0 : 1;
@@ -30,7 +32,9 @@ function outlineEvent(context, { events, words, layout, span, scroll, theme }, e
   const right = layout.left + Math.min((events.end[event] - span.start) * scale, layout.plot + 9);
   if (right < layout.left || left > layout.left + layout.plot) return;
   const top = layout.ruler + events.row[event] * layout.rowHeight - scroll + layout.lanes[lane].top;
-  for (const [colour, line] of [[theme.paper, width + 2], [theme.ink, width]]) {
+  /** @type {[string, number][]} */
+  const strokes = [[theme.paper, width + 2], [theme.ink, width]];
+  for (const [colour, line] of strokes) {
     context.strokeStyle = colour;
     context.lineWidth = line;
     context.strokeRect(left, top, Math.max(right - left, 2), layout.lanes[lane].height);

@@ -4,8 +4,10 @@ import { keepFocus, makeButton, makeElement } from "../shared/elements.js";
 import { formatShare } from "../shared/format.js";
 import { makeSwatch } from "../shared/textures.js";
 
-/** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn. */
+/** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn.
+ * @type {(actions: TimelineActions) => TimelineParts} */
 export function makeTimelineParts(actions) {
+  /** @type {(text: string, label: string, act: () => void) => HTMLButtonElement} */
   const button = (text, label, act) => makeButton(text, label, act, { "aria-label": label });
   const parts = {
     title: makeElement("div", { class: "mpi4dl-timeline-title" }),
@@ -30,15 +32,16 @@ export function makeTimelineParts(actions) {
       class: "mpi4dl-legend", role: "group", "aria-label": "kinds: press one to search for it",
     }),
   };
-  parts.tools = makeElement("div", { class: "mpi4dl-timeline-tools" }, parts.search, ...parts.steppers, parts.count,
+  const tools = makeElement("div", { class: "mpi4dl-timeline-tools" }, parts.search, ...parts.steppers, parts.count,
     makeElement("span", { class: "mpi4dl-gap" }), parts.shown, button("−", "zoom out", actions.zoomOut),
     button("+", "zoom in", actions.zoomIn), button("All", "show all of the step", actions.showAll));
-  parts.stack = makeElement("div", { class: "mpi4dl-timeline-stack" }, parts.canvas, parts.marks);
-  parts.room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview, parts.stack);
-  return parts;
+  const stack = makeElement("div", { class: "mpi4dl-timeline-stack" }, parts.canvas, parts.marks);
+  const room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview, stack);
+  return { ...parts, tools, stack, room };
 }
 
-/** Return the text that describes a timeline's canvas to a screen reader. */
+/** Return the text that describes a timeline's canvas to a screen reader.
+ * @type {(words: TimelineWords) => string} */
 export function describeTimeline(words) {
   const ranks = words.rows.map(({ rank, roles, shares: [work, messages, wait] }) =>
     `rank ${rank}${roles && `, ${roles}`}: work ${formatShare(work)}, messages ${formatShare(messages)}, ` +
@@ -46,8 +49,10 @@ export function describeTimeline(words) {
   return `${words.titles.join(". ")}. ${ranks.slice(0, 16).join("; ")}.`;
 }
 
-/** Fill the bar of all ranks' time, and name its parts; `colours` are the page's { paper, ink }. */
+/** Fill the bar of all ranks' time, and name its parts; `colours` are the page's { paper, ink }.
+ * @type {(shares: HTMLElement, words: TimelineWords, theme: Theme) => void} */
 export function fillShares(shares, words, { paper, ink }) {
+  /** @type {(look: Look, name: string) => HTMLElement} */
   const swatch = (look, name) => {
     const made = makeElement("span", { class: name });
     made.style.background = makeSwatch(look, paper, ink);
@@ -56,7 +61,7 @@ export function fillShares(shares, words, { paper, ink }) {
   const used = words.shares.filter(({ share }) => share > 0);
   const bars = used.map((each) => {
     const bar = swatch(each, "mpi4dl-share");
-    bar.style.flexGrow = each.share;
+    bar.style.flexGrow = String(each.share);
     return bar;
   });
   shares.replaceChildren(makeElement("span", { class: "mpi4dl-share-title", text: "All ranks" }),
@@ -65,7 +70,8 @@ export function fillShares(shares, words, { paper, ink }) {
       `${each.kind} ${formatShare(each.share)}`)));
 }
 
-/** Fill the legend with a button for each look that occurs; `press(name)` is called with its name. */
+/** Fill the legend with a button for each look that occurs; `press(name)` is called with its name.
+ * @type {(legend: HTMLElement, scene: TimelineScene, theme: Theme, press: (name: string) => void) => void} */
 export function fillLegend(legend, scene, { paper, ink }, press) {
   const { words, events } = scene, used = new Set(events.look);
   if (events.wait.some((each) => each > 0)) used.add(words.wait);

@@ -4,14 +4,16 @@ import { clamp } from "../shared/numbers.js";
 
 const LEAST_S = 1e-7; // no clock of a rank tells shorter times apart
 
-/** Return the span moved and shortened as needed to lie within a step of `seconds`. */
+/** Return the span moved and shortened as needed to lie within a step of `seconds`.
+ * @type {(span: TimeSpan, seconds: number) => TimeSpan} */
 export function limitSpan({ start, end }, seconds) {
   const length = clamp(end - start, Math.min(LEAST_S, seconds), seconds);
   const from = clamp(end - start === length ? start : (start + end - length) / 2, 0, seconds - length);
   return { start: from, end: from + length };
 }
 
-/** Return the span with a length divided by `factor`; the time at `x` of `width` stays in place. */
+/** Return the span with a length divided by `factor`; the time at `x` of `width` stays in place.
+ * @type {(span: TimeSpan, x: number, width: number, factor: number, seconds: number) => TimeSpan} */
 export function zoomSpan({ start, end }, x, width, factor, seconds) {
   const length = clamp((end - start) / factor, Math.min(LEAST_S, seconds), seconds);
   const at = start + (x / width) * (end - start);
@@ -19,13 +21,15 @@ export function zoomSpan({ start, end }, x, width, factor, seconds) {
   return limitSpan({ start: from, end: from + length }, seconds);
 }
 
-/** Return the span moved by `dx` screen px to earlier times. */
+/** Return the span moved by `dx` screen px to earlier times.
+ * @type {(span: TimeSpan, dx: number, width: number, seconds: number) => TimeSpan} */
 export function panSpan({ start, end }, dx, width, seconds) {
   const by = (-dx * (end - start)) / width;
   return limitSpan({ start: start + by, end: end + by }, seconds);
 }
 
-/** Return the span moved, and widened if needed, so that [from, to] is well visible. */
+/** Return the span moved, and widened if needed, so that [from, to] is well visible.
+ * @type {(span: TimeSpan, from: number, to: number, seconds: number) => TimeSpan} */
 export function revealSpan(span, from, to, seconds) {
   const length = Math.max(span.end - span.start, (to - from) * 1.2);
   const margin = length * 0.05;
@@ -35,7 +39,8 @@ export function revealSpan(span, from, to, seconds) {
   return limitSpan({ start, end: start + length }, seconds);
 }
 
-/** Return the first index from which the sorted `values` are greater than `value` (or equal to it, with `orEqual`). */
+/** Return the first index from which the sorted `values` are greater than `value` (or equal to it, with `orEqual`).
+ * @type {(values: ArrayLike<number>, value: number, orEqual?: boolean) => number} */
 export function findFirst(values, value, orEqual = false) {
   let low = 0, high = values.length;
   while (low < high) {
@@ -46,7 +51,8 @@ export function findFirst(values, value, orEqual = false) {
   return low;
 }
 
-/** Return [first, after last] of the bars of a lane of which a part may be visible. */
+/** Return [first, after last] of the bars of a lane of which a part may be visible.
+ * @type {(lane: Spans, span: TimeSpan) => Pair} */
 export function findVisible(lane, span) {
   return [findFirst(lane.latest, span.start), findFirst(lane.start, span.end, true)];
 }
@@ -57,9 +63,14 @@ export function findVisible(lane, span) {
  * Bars thinner than a pixel are merged with those in the same pixel. A merged box has the look that takes most of its
  * time, and neighbours of one look are one box of bar -1. `kept(bar)` tells whether a search has found a bar: in a
  * merged box it is enough that one was found.
+ * @type {(lane: Lane, span: TimeSpan, width: number, kept?: (bar: number) => unknown) => LaneBoxes}
  */
 export function mergeBars(lane, span, width, kept = () => true) {
-  const boxes = [], scale = width / (span.end - span.start), times = new Float64Array(256), seen = [];
+  /** @type {LaneBoxes} */
+  const boxes = [];
+  /** @type {number[]} */
+  const seen = []; // looks in the pixel
+  const scale = width / (span.end - span.start), times = new Float64Array(256);
   const [first, last] = findVisible(lane, span);
   let pixel = -1, found = false;
   const flush = () => {
@@ -97,7 +108,8 @@ export function mergeBars(lane, span, width, kept = () => true) {
   return boxes;
 }
 
-/** Return the bar of a lane at a time; if none is there, the nearest within `reach` seconds, or -1. */
+/** Return the bar of a lane at a time; if none is there, the nearest within `reach` seconds, or -1.
+ * @type {(lane: Spans, time: number, reach?: number) => number} */
 export function findBarAt(lane, time, reach = 0) {
   let best = -1, least = reach;
   for (let bar = findFirst(lane.start, time + reach) - 1; bar >= 0 && lane.latest[bar] >= time - reach; bar--) {
@@ -109,11 +121,12 @@ export function findBarAt(lane, time, reach = 0) {
   return best;
 }
 
-/** Return times from 0 on in steps of 1, 2 or 5, at most `most` in the span, and the step between them. */
+/** Return times from 0 on in steps of 1, 2 or 5, at most `most` in the span, and the step between them.
+ * @type {(span: TimeSpan, most: number) => { ticks: number[], step: number }} */
 export function makeTicks(span, most) {
   const rough = (span.end - span.start) / Math.max(most, 1);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * (1 - 1e-9));
+  const step = [1, 2, 5].map((each) => each * power).find((each) => each >= rough * (1 - 1e-9)) ?? 10 * power;
   const ticks = [];
   for (let number = Math.ceil(span.start / step - 1e-9); number * step <= span.end * (1 + 1e-12); number++)
     ticks.push(number * step);
