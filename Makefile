@@ -1,7 +1,7 @@
 # make setup       install everything into .venv (every other target but gpu-check does it first)
 # make demo        train on several ranks, in a terminal
 # make lab         open the tutorials in JupyterLab
-# make test        check lint, formatting and types; run the tests without their longest cases, and two tutorials
+# make test        check lint, formatting and types, of the page too; run the tests without their longest cases, and two tutorials
 # make test-all    run all cases of all tests, all tutorials, also in a page, and ten random faults
 # make coverage    run the tests that run two at a time, and print which lines of the package they do not reach
 # make chaos       inject random faults into trainings on five ranks (SEED=0 COUNT=100); check five properties after each

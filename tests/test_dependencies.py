@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import tomllib
@@ -140,6 +141,14 @@ def test_the_releases_of_torch_that_are_warned_of_lie_outside_the_range():
     with pytest.raises(TraceError, match=r"PyTorch 2\.9\.1 is too old: models are traced with 2\.11 to 2\.15\. pip"):
         check_torch_release("2.9.1")
     assert not any(limits.contains(release) for release in ("2.16.0", "2.9.1"))
+
+
+def test_the_linters_of_the_page_are_pinned():
+    """With hashes, and without the registry that one machine has taken them from."""
+    wanted = json.loads(read("tests/page/lint/package.json"))["devDependencies"]
+    lock = json.loads(read("tests/page/lint/package-lock.json"))["packages"]
+    assert {name: lock[f"node_modules/{name}"]["version"] for name in wanted} == wanted
+    assert [name for name, entry in lock.items() if name and ("integrity" not in entry or "resolved" in entry)] == []
 
 
 def test_actions_are_pinned_by_hash():

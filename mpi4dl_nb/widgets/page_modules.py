@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1].joinpath("page")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "(?P<file>\.{1,2}/[\w./]+)";\n', re.MULTILINE)
-_DOCUMENTATION = re.compile(r"^ */\*\*(?:(?!\*/).)*\*/\n", re.MULTILINE | re.DOTALL)
+_DOCS = re.compile(r"^ */\*\*(?:(?!\*/).)*\*/\n", re.MULTILINE | re.DOTALL)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
 _DEFAULT = re.compile(r"^export default (?P<object>\{[^}]*\});\s*\Z", re.MULTILINE)
 
@@ -21,8 +21,8 @@ def join_modules(entry: str) -> str:
     """Return module `entry` and all modules that it imports as one module, each once, before those that import it.
 
     The modules import by `import { name } from "./file.js";` only, or from another folder, so that joined text without
-    these lines means the same. Their names must differ, which `tests/page` checks. What is documented, such as types, is
-    for readers of the modules: it is left out. No network is needed, and no build.
+    these lines means the same. Their names must differ, which `tests/page` checks. Comments that begin with `/**`, on
+    what functions do and on types, are left out. No network is needed, and no build.
 
     >>> join_modules("slicer/transform.js").startswith("//")
     True
@@ -35,7 +35,7 @@ def join_modules(entry: str) -> str:
             imported = path.parent.joinpath(match["file"]).resolve()
             if imported not in texts:
                 visit(imported)
-        bare = _DOCUMENTATION.sub("", _IMPORT.sub("", text))
+        bare = _DOCS.sub("", _IMPORT.sub("", text))
         texts[path] = bare if path == first else _EXPORT.sub("", bare)
 
     first = FOLDER.joinpath(entry).resolve()

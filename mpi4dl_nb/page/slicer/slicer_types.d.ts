@@ -45,7 +45,7 @@ interface PictureFacts {
   rows: number;
   columns: number;
   levels: number;
-  finest: number;
+  finest?: number; // in a saved page: the finest level that it has
   microns: number | null; // of a pixel
   saved: boolean;
 }
