@@ -1,11 +1,10 @@
-// Recommended rules, and others that find faults. That all names are known is checked by TypeScript, see tsconfig.json.
+// Recommended rules, and others that find faults. Names of the page's modules are known to TypeScript (tsconfig.json).
 
 import js from "@eslint/js";
 
 export default [
   js.configs.recommended,
   {
-    files: ["**/*.js", "**/*.mjs"],
     linterOptions: { reportUnusedDisableDirectives: "error" },
     rules: {
       "array-callback-return": ["error", { checkForEach: false }],
@@ -18,7 +17,6 @@ export default [
       "no-shadow": ["error", { allow: ["_"] }],
       "no-template-curly-in-string": "error",
       "no-throw-literal": "error",
-      "no-undef": "off",
       "no-unmodified-loop-condition": "error",
       "no-unreachable-loop": "error",
       "no-unused-expressions": "error",
@@ -30,4 +28,6 @@ export default [
       "require-atomic-updates": "error",
     },
   },
+  { files: ["mpi4dl_nb/page/**"], rules: { "no-undef": "off" } },
+  { files: ["tests/page/**"], languageOptions: { globals: { Event: "readonly", EventTarget: "readonly" } } },
 ];
