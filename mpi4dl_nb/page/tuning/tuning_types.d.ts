@@ -26,6 +26,7 @@ interface KindLook {
   name: string;
   colour: string;
   shape: string;
+  marker: string; // the shape as Matplotlib names it
 }
 
 interface TuningWords {
