@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -115,33 +115,94 @@ def _cut_images(b: Builder, node: Node, name: str, axis: int) -> Ref:
 
 
 def _find_result_places(b: Builder, node: Node, cut: Mapping[str, int]) -> Places | None:
-    """Return where the images are in the result of an operator, from its shapes for all images and for a rank's.
+    """Return where the images are in the result of an operator, by running it for all images and for those of a rank.
 
     `cut` are whole values of which the rank's images are taken, with their axes. None: the images are not the first
-    axis of each result that is read.
+    axis of each result that is read, or the result for some images depends on others.
     """
-
-    def make(ref: Ref, is_share: bool) -> Tensor | str:
-        if ref == DEVICE:
-            return "meta"
-        value, sizes = b.get_value(ref), list(get_spec(b, ref.name).shape)
-        axis = value.places[0].dim if value.places else cut.get(ref.name)
-        if is_share and axis is not None:
-            sizes[axis] //= b.stage.shares
-        return torch.empty(sizes, dtype=getattr(torch, value.spec.dtype), device="meta")
-
-    def infer(is_share: bool) -> list[tuple[int, ...]]:
-        positional, keywords = map_refs(lambda ref: make(ref, is_share), split_arguments(node, {}))
-        result = get_kernel(node.operator)(*positional, **keywords)
-        if isinstance(result, Tensor):
-            return [tuple(result.shape)]
-        readers = (other for other in b.graph.nodes if other.operator == "getitem" and node.name in other.reads)
-        return [tuple(result[number].shape) for number in sorted({reader.arguments["1"] for reader in readers})]
-
+    probe = _Probe(b, node, cut)
     try:
-        pairs = list(zip(infer(is_share=False), infer(is_share=True), strict=True))
+        whole, share = (probe.run(probe.make_empty(is_share)) for is_share in (False, True))
+        places = tuple({Place(-len(result.shape)) for result in whole})
+        alike = all(_keeps_share(b, *pair) for pair in zip(whole, share, strict=True))
+        if len(places) != 1 or not alike or not (node.short_operator.startswith(_KNOWN) or probe.is_separable()):
+            return None
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):  # it cannot run on a part, or here
         return None
-    follows = all(whole and (whole[0] // b.stage.shares, *whole[1:]) == share for whole, share in pairs)
-    places = {Place(-len(whole)) for whole, _ in pairs}
-    return tuple(places) if follows and len(places) == 1 else None
+    return places
+
+
+def _keeps_share(b: Builder, whole: Tensor, share: Tensor) -> bool:
+    """Return whether the first axis, and no other, has as many entries fewer as a rank has images."""
+    return whole.dim() > 0 and (whole.shape[0] // b.stage.shares, *whole.shape[1:]) == tuple(share.shape)
+
+
+# Operators that compute each image by itself if the shapes of their results do: layers, whose numbers take long.
+_KNOWN = (
+    *("conv", "max_pool", "avg_pool", "adaptive_", "upsample_", "_upsample_", "grid_sampler", "im2col", "col2im"),
+    *("group_norm", "instance_norm", "pixel_", "channel_shuffle", "replication_pad", "reflection_pad", "pad"),
+)
+_MOST_NUMBERS = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The arguments of an operator for all images, and for the images of a rank, as tensors without or with numbers."""
+
+    b: Builder
+    node: Node
+    cut: Mapping[str, int]
+
+    def make_empty(self, is_share: bool) -> Any:
+        """Return the arguments as tensors without numbers, of all images or of as many as a rank has."""
+
+        def make(name: str) -> Tensor:
+            spec, axis = get_spec(self.b, name), self._get_axis(name)
+            sizes = list(spec.shape)
+            if is_share and axis is not None:
+                sizes[axis] //= self.b.stage.shares
+            return torch.empty(sizes, dtype=getattr(torch, spec.dtype), device="meta")
+
+        return self._make_arguments(make, "meta")
+
+    def is_separable(self) -> bool:
+        """Return whether the result for the images of each rank is that part of the result for all images.
+
+        It is tried with random numbers; an operator on too many of them counts as not separable.
+        """
+        specs = {name: get_spec(self.b, name) for name in dict.fromkeys(self.node.reads)}
+        if sum(spec.numel for spec in specs.values()) > _MOST_NUMBERS:
+            return False
+        generator, numbers = torch.Generator().manual_seed(0), {}
+        for name, spec in specs.items():
+            drawn, dtype = torch.rand(spec.shape, generator=generator, dtype=torch.float64), getattr(torch, spec.dtype)
+            numbers[name] = drawn if spec.is_floating else drawn.round().to(dtype)  # 0 and 1 are numbers of any table
+        whole = self.run(self._make_arguments(numbers.__getitem__, "cpu"))
+        for share in range(self.b.stage.shares):
+
+            def take(name: str, share: int = share) -> Tensor:
+                axis = self._get_axis(name)
+                return numbers[name] if axis is None else numbers[name].chunk(self.b.stage.shares, axis)[share]
+
+            for result, part in zip(whole, self.run(self._make_arguments(take, "cpu")), strict=True):
+                expected = result.chunk(self.b.stage.shares)[share]
+                if not torch.allclose(expected, part, rtol=1e-9, atol=1e-12, equal_nan=True):
+                    return False
+        return True
+
+    def _get_axis(self, name: str) -> int | None:
+        value = self.b.get_value(Ref(name))
+        return value.places[0].dim if value.places else self.cut.get(name)
+
+    def _make_arguments(self, make: Callable[[str], Tensor], device: str) -> Any:
+        return map_refs(lambda ref: device if ref == DEVICE else make(ref.name), split_arguments(self.node, {}))
+
+    def run(self, arguments: Any) -> Sequence[Tensor]:
+        """Return the result of the operator; of several, those that are read."""
+        positional, keywords = arguments
+        result = get_kernel(self.node.operator)(*positional, **keywords)
+        if isinstance(result, Tensor):
+            return [result]
+        readers = (other for other in self.b.graph.nodes if other.operator == "getitem")
+        picked = {reader.arguments["1"] for reader in readers if self.node.name in reader.reads}
+        return [result[number] for number in sorted(picked)]

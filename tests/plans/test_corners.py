@@ -337,6 +337,9 @@ JOINED = {
     "repeated": (lambda x: x.repeat(2, 1)[: len(x)], nn.CrossEntropyLoss()),
     "images as classes": (lambda x: x, compute_image_loss),
     "by distance": (lambda x: x + torch.cdist(x, x) @ x, nn.CrossEntropyLoss()),
+    "a diagonal": (lambda x: x + (x @ x.T).diag()[:, None], nn.CrossEntropyLoss()),
+    "an orthogonal basis": (lambda x: torch.linalg.qr(x[:, :2])[0] @ x[:2], nn.CrossEntropyLoss()),
+    "split at once": (lambda x: x + x[:, 0].hsplit(2)[1].repeat(2)[:, None], nn.CrossEntropyLoss()),
     "picked": (lambda x: x + x.flatten().take(torch.arange(len(x)))[:, None], nn.CrossEntropyLoss()),
 }
 ALONG = {
