@@ -15,6 +15,7 @@ from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.sizes import Sizes
 from mpi4dl_nb.engines.train import recipe
+from mpi4dl_nb.engines.train.recipe import Task
 from mpi4dl_nb.planning.plan_cache import PlanCache
 
 
@@ -70,7 +71,7 @@ def get_batch_norm_modes(graph: ModelGraph) -> list[bool]:
 def test_a_changed_model_is_traced_anew():
     model = make_head()
     sizes, plan, shape = Sizes(model), Plan(split_size=1, spatial_size=0), (2, 3, 8, 8)
-    plans = PlanCache(TraceCache(model, shape, nn.CrossEntropyLoss()))
+    plans = PlanCache(Task.of(model, shape))
     first, compiled = sizes.graph(plan, shape), plans.get_compiled(plan)
     assert sizes.graph(plan, shape) is first
     model[0].requires_grad_(False)

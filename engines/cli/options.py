@@ -23,13 +23,11 @@ from torch import nn
 from mpi4dl_nb.engines import models
 from mpi4dl_nb.engines.cli.plan_options import parse_value
 from mpi4dl_nb.engines.comm.world import World, run_on_all, run_on_first
-from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
-from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.plan.layout import check_fits
 from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import Recipe, prepare, warn_of_differences
+from mpi4dl_nb.engines.train.recipe import Recipe, Task, warn_of_differences
 
 Number = TypeVar("Number", int, float)
 
@@ -162,14 +160,11 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     model = run_on_all(world, lambda: build_model(options), PlanError) if world else build_model(options)
     loss = nn.CrossEntropyLoss()
     shape = get_image_shape(options)
-    device, clip_norm, moves = options.device, options.clip_norm, choose_optimiser(options)
-
-    def trace_model() -> ModelGraph:
-        return TraceCache(model, shape, loss, device=device).get_graph(wanted)
-
+    settings = {"device": options.device, "clip_norm": options.clip_norm}
+    task = Task.of(model, shape, loss, choose_optimiser(options), **settings)
     # Every rank has built the model itself, from the same seed; only the trace is shared.
-    graph = run_on_first(world, trace_model) if world else trace_model()
-    recipe = prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)
+    graph = run_on_first(world, lambda: task.traces.get_graph(wanted)) if world else None
+    recipe = task.prepare(wanted, graph)
     if world is None or world.rank == 0:
         warn_of_differences(model, loss, recipe, stacklevel=2)
     return model, recipe

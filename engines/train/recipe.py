@@ -19,6 +19,7 @@ from mpi4dl_nb.engines.compiler.whole_loss import warn_of_mean
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import FactTable, format_names
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
+from mpi4dl_nb.engines.graph.model_state import ModelState
 from mpi4dl_nb.engines.graph.outputs import warn_of_left_out
 from mpi4dl_nb.engines.graph.owners import iterate_owners
 from mpi4dl_nb.engines.graph.trace import StateNames, collect_state_names
@@ -32,6 +33,7 @@ from mpi4dl_nb.engines.train.optimiser_trial import (
     check_groups,
     check_on_ranks,
     check_scheduler,
+    count_optimiser_states,
     find_frozen,
 )
 from mpi4dl_nb.engines.train.optimisers import (
@@ -143,6 +145,83 @@ class Recipe(FactTable):
         return replace(self, state={n: self.state[n] for n in (*program.weights, *program.buffers)}, names=names)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is trained, without a plan: a model with its loss and its batches, as traced, and how weights are updated.
+
+    The arguments of `of` are those of `prepare`.
+    """
+
+    traces: TraceCache
+    optimiser: Optimiser = sgd
+    clip_norm: float | None = None
+    scheduler: Scheduler | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        image_shape: Sequence[int],
+        loss: Loss | None = None,
+        optimiser: Optimiser = sgd,
+        labels: TensorSpec | Tensor | None = None,
+        device: str = "auto",
+        clip_norm: float | None = None,
+        scheduler: Scheduler | None = None,
+        state: ModelState | None = None,
+    ) -> Task:
+        """Return the task; with `state`, the model is traced in the modes that it recorded.
+
+        Raises ImageError or TraceError for what can be traced under no plan.
+        """
+        traces = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss(), labels, device, state)
+        return cls(traces, optimiser, clip_norm, scheduler)
+
+    def with_shape(self, image_shape: Sequence[int]) -> Task:
+        """Return the same task with batches of another shape. Raises ImageError for an invalid one."""
+        return replace(self, traces=self.traces.with_shape(image_shape))
+
+    @property
+    def optimiser_states(self) -> int:
+        """How many numbers the optimiser keeps for each weight."""
+        return count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
+
+    def prepare(self, plan: Plan, graph: ModelGraph | None = None) -> Recipe:
+        """Return the recipe of a training under a plan; `graph`, as `prepare` does."""
+        model, loss, device, optimiser = self.traces.model, self.traces.loss, self.traces.device, self.optimiser
+        graph = graph or self.traces.get_graph(plan)
+        clip_norm = self.clip_norm
+        if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+            raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
+        used = {name for node in graph.nodes for name in node.reads}
+        parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)
+        graph = freeze_weights(graph, find_frozen(optimiser, parameters))
+        check_parameters(model, loss, optimiser, parameters)
+        recipe = Recipe(
+            graph,
+            plan,
+            optimiser,
+            collect_state(model, loss, graph),
+            device,
+            torch.initial_seed(),
+            UserOps.snapshot(),
+            clip_norm,
+            self.scheduler,
+            names=collect_state_names(model, loss, used),
+            parameters=parameters,
+        )
+        held = [graph.trainable & set(program.weights) for program in recipe.programs]
+        if plan.compile_segments:
+            check_compiler(choose_autocast_type(device))
+        if self.scheduler and parameters:
+            placeholders = {spec.name: spec.make_placeholder() for spec in parameters}
+            check_scheduler(self.scheduler, make_optimiser(optimiser, placeholders))
+        # An optimiser for GPUs only (fused kernels) cannot step here: its trial is skipped unless ranks use the CPU.
+        on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
+        check_on_ranks(optimiser, parameters, recipe.state, held, on_cpu)
+        return recipe
+
+
 def prepare(
     model: nn.Module,
     plan: Plan,
@@ -169,38 +248,20 @@ def prepare(
     scheduler steps once after each update. `graph` is that of an earlier `TraceCache` for this plan.
     Raises TraceError, PlanError or ImageError.
     """
-    loss = loss or nn.CrossEntropyLoss()
-    graph = graph or TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
-    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
-        raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
-    used = {name for node in graph.nodes for name in node.reads}
-    parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)
+    task = Task.of(model, image_shape, loss, optimiser, labels, device, clip_norm, scheduler)
+    return task.prepare(plan, graph)
+
+
+def check_parameters(model: nn.Module, loss: Loss, optimiser: Optimiser, parameters: Sequence[ParameterSpec]) -> None:
+    """Raise PlanError for parameters of the model and the loss that an optimiser cannot train."""
     owned = {
         prefix + name: weight
         for prefix, owner in iterate_owners(model, loss)
         for name, weight in owner.named_parameters(remove_duplicate=False)
     }
-    graph = freeze_weights(graph, find_frozen(optimiser, parameters))
     check_flags(parameters, owned)
     if parameters:
         check_groups(optimiser, parameters, owned)
-    names = collect_state_names(model, loss, used)
-    seed, additions = torch.initial_seed(), UserOps.snapshot()
-    state = collect_state(model, loss, graph)
-    recipe = Recipe(
-        graph, plan, optimiser, state, device, seed, additions, clip_norm, scheduler, names=names, parameters=parameters
-    )
-    held = [graph.trainable & set(program.weights) for program in recipe.programs]
-    if plan.compile_segments:
-        check_compiler(choose_autocast_type(device))
-    if scheduler and parameters:
-        check_scheduler(
-            scheduler, make_optimiser(optimiser, {spec.name: spec.make_placeholder() for spec in parameters})
-        )
-    # An optimiser for GPUs only (fused kernels) cannot step here: its trial is skipped unless ranks use the CPU.
-    on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
-    check_on_ranks(optimiser, parameters, state, held, on_cpu)
-    return recipe
 
 
 def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:

@@ -12,7 +12,6 @@ from typing import overload
 
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.compiler.compile import Compiler
-from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.graph.model_state import ModelState
@@ -23,9 +22,7 @@ from mpi4dl_nb.engines.predict.rank_memory import RankMemory, predict_rank_memor
 from mpi4dl_nb.engines.predict.rank_tally import build_tallies
 from mpi4dl_nb.engines.predict.tallies import RankTally
 from mpi4dl_nb.engines.program.program import Program
-from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
-from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import sgd
+from mpi4dl_nb.engines.train.recipe import Task
 
 KEPT = 24  # plans; the programs of a large model take some megabytes
 KEPT_SHAPES = 8  # of batches
@@ -68,20 +65,20 @@ class PlanCache:
     """Compiles plans for one model and caches the most recent ones.
 
     Threads may share it: one of them works at a time, and the others wait. `is_asked` is called between two ranks;
-    once it is false, the work ends and None is returned. `optimiser` is that whose state counts as memory.
+    once it is false, the work ends and None is returned. The state of the optimiser counts as memory.
     """
 
-    def __init__(self, traces: TraceCache, optimiser: Optimiser = sgd) -> None:
-        self.traces, self.optimiser = traces, optimiser
+    def __init__(self, task: Task) -> None:
+        self.task, self.traces = task, task.traces
         self._found: dict[tuple[Plan, ModelState], CompiledPlan] = {}
-        self._by_shape = {tuple(traces.image_shape): self}
+        self._by_shape = {tuple(self.traces.image_shape): self}
         self._working, self._storing = RLock(), Lock()
 
     def with_shape(self, image_shape: Sequence[int]) -> PlanCache:
         """Return the cache for batches of another shape of the same model. Raises ImageError for an invalid shape."""
         shape = tuple(image_shape)
         if shape not in self._by_shape:
-            cache = PlanCache(self.traces.with_shape(shape), self.optimiser)
+            cache = PlanCache(self.task.with_shape(shape))
             cache._by_shape, cache._working = self._by_shape, self._working
             self._by_shape[shape] = cache
             for old in list(self._by_shape)[1:-KEPT_SHAPES]:  # the first one is that of the user
@@ -157,7 +154,7 @@ class PlanCache:
             if not compiled.is_weighed:
                 tallies, memory = [], []
                 programs = compiled.programs[: compiled.plan.replica_ranks]  # all replicas are alike: one is counted
-                states = count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
+                states = self.task.optimiser_states
                 for program, tally in zip(programs, build_tallies(programs, compiled.graph), strict=True):
                     if not is_asked():
                         return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html
-from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
 from mpi4dl_nb.engines.plan import Plan
@@ -20,9 +20,8 @@ from mpi4dl_nb.engines.predict.explain import Explanation, explain
 from mpi4dl_nb.engines.predict.forecast import Forecast, check_order
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.search import search
-from mpi4dl_nb.engines.train.optimiser_trial import count_optimiser_states
 from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import Recipe, prepare, sgd
+from mpi4dl_nb.engines.train.recipe import Task, sgd
 from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
@@ -91,9 +90,9 @@ class PlanTuner:
     device: str = "auto"
 
     @cached_property
-    def traces(self) -> TraceCache:
-        """The traces of the model, which all plans share."""
-        return TraceCache(self.model, self.image_shape, self.loss or nn.CrossEntropyLoss(), self.labels, self.device)
+    def task(self) -> Task:
+        """What is trained; all plans share its traces."""
+        return Task.of(self.model, self.image_shape, self.loss, self.optimiser, self.labels, self.device)
 
     def find(
         self,
@@ -116,20 +115,20 @@ class PlanTuner:
         check_order(by)
         # What cannot be trained is refused before the calibration, which takes a minute: a model, say, of which neither
         # one image of a batch nor all of them can be traced.
-        n, batch = self.cluster.n, self.traces.image_shape[0]
-        states = count_optimiser_states(self.optimiser, self.model, self.loss)
+        n, batch = self.cluster.n, self.task.traces.image_shape[0]
+        states, traces = self.task.optimiser_states, self.task.traces
         whole = Plan(split_size=1, spatial_size=0)
         try:
-            self.traces.get_graph(replace(whole, parts=batch))
+            traces.get_graph(replace(whole, parts=batch))
         except (PlanError, TraceError):
-            self.traces.get_graph(whole)
+            traces.get_graph(whole)
         machine = self.cluster.calibrate(progress=progress)
         warn_of_gpus(self.cluster.call, self.device)
         if rank_bytes is None:
             rank_bytes = machine.get_rank_bytes(n)
 
         def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
-            return self.traces.get_graph(plan)
+            return traces.get_graph(plan)
 
         forecasts = search(n, batch, get_graph, machine, rank_bytes, states, report, None, neutral_batch, by)
         explanation = explain(
@@ -151,17 +150,12 @@ class PlanTuner:
         Raises PlanError if there is no step to measure.
         """
         _check_steps(steps)
-        trials = [PlanTrial(self.cluster, partial(self.make_recipe, candidate.plan)) for candidate in candidates]
+        trials = [PlanTrial(self.cluster, partial(self.task.prepare, candidate.plan)) for candidate in candidates]
         run_interleaved(trials, steps, report, count_bytes)
         return [
             replace(candidate, measured=trial.measured, failure=trial.failure)
             for candidate, trial in zip(candidates, trials, strict=True)
         ]
-
-    def make_recipe(self, plan: Plan) -> Recipe:
-        """Return the recipe of a training under a plan."""
-        settings = self.loss, self.optimiser, self.labels, self.device
-        return prepare(self.model, plan, self.image_shape, *settings, graph=self.traces.get_graph(plan))
 
 
 def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:

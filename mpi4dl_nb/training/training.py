@@ -298,7 +298,7 @@ class Training(TrainingHandle):
         # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
         # cannot hide behind rounding.
         try:
-            recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
+            recipe = with_small_loss_scale(self.task.prepare(replace(self.plan, precision=precision)))
         except TraceError:  # a model that cannot be converted: one process names the user's line
             check_reference(self.recipe, self.model, self.loss, make_batches(self.recipe, seed, steps=1))
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -31,7 +31,7 @@ from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.checkpoint_load import open_checkpoint
 from mpi4dl_nb.engines.train.checkpoint_save import KEEP
 from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import Recipe, count_step_images, prepare, sgd, warn_of_differences
+from mpi4dl_nb.engines.train.recipe import Task, count_step_images, sgd, warn_of_differences
 from mpi4dl_nb.engines.train.step_report import StepReport
 from mpi4dl_nb.engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
 from mpi4dl_nb.engines.train.training import cut_inputs
@@ -47,6 +47,7 @@ _FOR_LOOPS = {
     "make_ready",
     "record_step",
     "take",
+    "task",
     "traces",
 }
 """Names that the completion in a notebook does not offer: loops, predictions and debugged steps use them."""
@@ -77,16 +78,11 @@ class TrainingHandle:
         self.model, self.plan, self.cluster = model, plan, cluster
         self.loss = loss or nn.CrossEntropyLoss()
         state = ModelState.of(model, self.loss)  # a user may call model.eval() for a prediction of one's own
-        self.traces = TraceCache(model, image_shape, self.loss, labels, device, state)
-        # `load` and `verify` prepare the same training for another plan or precision.
-        settings = self.loss, optimiser, labels, device, clip_norm, scheduler
-        self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
-            model, plan, image_shape, *settings, self.traces.get_graph(plan)
-        )
+        self.task = Task.of(model, image_shape, self.loss, optimiser, labels, device, clip_norm, scheduler, state)
         with show_status(f"Tracing {type(model).__name__} ...", LATER_S) as line:
             self.traces.get_graph(plan)
             line.update(f"Compiling {plan.summary} ...")
-            self.recipe = self._prepare(plan)
+            self.recipe = self.task.prepare(plan)
         warn_of_differences(model, self.loss, self.recipe, stacklevel=2)
         self.name = uuid.uuid4().hex
         self.identity = self.name  # in checkpoints; `load` takes over that of the checkpoint
@@ -101,6 +97,11 @@ class TrainingHandle:
         graph = self.recipe.graph
         updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
         self._traced = TracedValues(model, self.loss, updated, self.traces.kept_outside)
+
+    @property
+    def traces(self) -> TraceCache:
+        """The traces of the model."""
+        return self.task.traces
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -242,7 +243,7 @@ class TrainingHandle:
         """
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
-        recipe = self.recipe if plan == self.plan else self._prepare(plan)
+        recipe = self.recipe if plan == self.plan else self.task.prepare(plan)
         checkpoint = open_checkpoint(make_absolute(path), recipe, self.identity)
         checkpoint.warn_of_passed_over(stacklevel=2)
         with self.cluster.turn:

@@ -25,7 +25,7 @@ from mpi4dl_nb.draw.plan_picture import (
 )
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.engines.cli.plan_options import GRID, describe_texts, find_plan_option
-from mpi4dl_nb.engines.compiler.trace_cache import Loss, TraceCache
+from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_count
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
@@ -35,7 +35,7 @@ from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machines import MACHINES, resolve_machine
 from mpi4dl_nb.engines.program.program import Program
 from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import sgd
+from mpi4dl_nb.engines.train.recipe import Task, sgd
 from mpi4dl_nb.planning.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
 from mpi4dl_nb.planning.plan_table import list_near_plans, make_plan_table
 from mpi4dl_nb.widgets.figure_widget import StillFigure
@@ -90,8 +90,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self.cluster = cluster
         known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
         self.machines: Mapping[str, Machine | None] = {OWN: None, **known}
-        traces = TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device)
-        self._first = PlanCache(traces, optimiser)
+        self._first = PlanCache(Task.of(model, image_shape, loss, optimiser, labels, device))
         self.planning, plan = self._first, plan or Plan()
         shape = self._first.traces.image_shape
         self.knobs = {

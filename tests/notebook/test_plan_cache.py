@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import count_load, forecast, with_time
 from mpi4dl_nb.engines.predict.machines import MACHINES
+from mpi4dl_nb.engines.train.recipe import Task
 from mpi4dl_nb.planning.plan_cache import PlanCache
 
 SHAPE = (2, 3, 32, 32)
@@ -26,7 +28,7 @@ PLAN = Plan(split_size=2, slice_method="2x2", data_parallel=2)
 
 @pytest.fixture(scope="module")
 def plans() -> PlanCache:
-    return PlanCache(TraceCache(resnet20_v1(), SHAPE, nn.CrossEntropyLoss()))
+    return PlanCache(Task.of(resnet20_v1(), SHAPE))
 
 
 def test_programs_loads_and_forecast_are_those_without_a_cache(plans):
@@ -39,12 +41,12 @@ def test_programs_loads_and_forecast_are_those_without_a_cache(plans):
 
 
 def test_the_state_of_the_optimiser_is_part_of_the_memory(plans):
-    adam, graph = PlanCache(plans.traces, torch.optim.Adam), plans.traces.get_graph(PLAN)
+    adam, graph = PlanCache(replace(plans.task, optimiser=torch.optim.Adam)), plans.traces.get_graph(PLAN)
     programs = compile_plan(graph, PLAN)
     expected = [count_load(each, graph, PLAN, optimiser_states=2) for each in programs]
     for cache in (adam, adam.with_shape((2, 3, 64, 32)).with_shape(SHAPE)):
         assert list(cache.predict_costs(PLAN).loads) == expected
-    assert adam.with_shape((2, 3, 64, 32)).optimiser is torch.optim.Adam
+    assert adam.with_shape((2, 3, 64, 32)).task.optimiser is torch.optim.Adam
     assert all(
         more.peak_bytes > less.peak_bytes for more, less in zip(expected, plans.predict_costs(PLAN).loads, strict=True)
     )
