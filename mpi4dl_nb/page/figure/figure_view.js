@@ -6,6 +6,7 @@ function render({ model, el }) {
   frame.className = "mpi4dl-drawing";
   image.className = "mpi4dl-figure";
   frame.append(image, night);
+  el.classList.add("mpi4dl-figure-room");
   el.append(frame);
 
   let url = "";
