@@ -36,6 +36,7 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.machines import MACHINES
+from tests.page.cells import AROUND_PX
 
 TISSUE = immunohistochemistry()[:192, :256]
 NAME = "tissue_7.png"
@@ -356,6 +357,13 @@ def test_the_panes_of_a_workbench_stand_in_two_columns_where_both_have_room(page
     assert all(pane["height"] <= 900 for pane in panes)
     assert panes[2]["y"] >= panes[1]["y"] + panes[1]["height"]
     opened.check()
+
+
+@pytest.mark.parametrize("name", ["Slicer", "Stepper", "Tuner"])
+def test_a_saved_view_has_the_height_of_controls_that_are_not_there(pages, open_page, name: str):
+    opened = open_page(pages[name])
+    limit = opened.page.locator(".mpi4dl-page").first.evaluate("(view) => parseFloat(getComputedStyle(view).maxHeight)")
+    assert limit == 900 - AROUND_PX
 
 
 def test_what_has_no_page_is_refused_and_no_file_is_written(folder, slicer):
