@@ -109,6 +109,37 @@ def test_the_picture_of_a_slicer_has_the_width_of_its_cell(chromium: object, vie
     harness.close()
 
 
+def test_the_picture_of_a_plan_is_beside_its_card_where_both_have_room(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["configurator"], WINDOW_PX)
+    set_cell_width(harness, 500)
+    room, card = measure_places(harness, ".mpi4dl-plan-room", ".mpi4dl-plan-card").values()
+    assert room[0] + room[2] <= card[0]
+    assert room[3] >= 240
+    harness.close()
+
+
+def test_the_chart_of_a_tuner_leaves_room_for_the_chosen_plan_below_it(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["tuner"], (1500, 768))
+    for wide_px in (500, 700):
+        set_cell_width(harness, wide_px)
+        (_, top, _, high), button = measure_places(harness, ".mpi4dl-tuning", ".mpi4dl-tuning-side button").values()
+        assert button[1] + button[3] <= top + high
+    harness.close()
+
+
+def test_the_tools_of_a_timeline_wrap_as_two_groups(chromium: object, views: dict[str, Any]):
+    """The search with its arrows, and what zooms."""
+    harness = PageHarness(chromium, views["timeline"], WINDOW_PX)
+    for wide_px in WIDTHS_PX:
+        set_cell_width(harness, wide_px)
+        tops = harness.page.locator(".mpi4dl-timeline-tools").evaluate(
+            "(tools) => [...tools.querySelectorAll('input, button')].map((each) => each.getBoundingClientRect().top)"
+        )
+        assert max(tops[:3]) - min(tops[:3]) < 5, wide_px
+        assert max(tops[3:]) - min(tops[3:]) < 5, wide_px
+    harness.close()
+
+
 @pytest.mark.parametrize("name", ["slicer", "timeline", "configurator", "tuner"])
 def test_a_limit_of_the_height_is_kept(chromium: object, views: dict[str, Any], name: str):
     view = views[name]

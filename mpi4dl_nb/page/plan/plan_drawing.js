@@ -27,18 +27,18 @@ export function drawImageSheet(context, scene, transform, colours) {
   context.transform(AXIS_U[0], AXIS_U[1], 0, 1, ...corner);
   context.drawImage(tissue.canvas, 0, 0);
   context.restore();
-  context.strokeStyle = colours.ink;
-  context.lineWidth = 1.5;
-  tracePolygon(context, scene.image, transform);
-  context.stroke();
-  if (scene.cuts.length < 2) return;
+  context.strokeStyle = DARK; // tissue is bright in both themes
   context.setLineDash(scene.cuts.length > 256 ? [] : [5, 3]);
   context.lineWidth = 1.3;
-  for (const cut of scene.cuts.slice(0, 4096)) {
+  for (const cut of scene.cuts.length > 1 ? scene.cuts.slice(0, 4096) : []) {
     tracePolygon(context, cut, transform);
     context.stroke();
   }
   context.setLineDash([]);
+  context.strokeStyle = colours.ink;
+  context.lineWidth = 1.5;
+  tracePolygon(context, scene.image, transform);
+  context.stroke();
 }
 
 /** Draw the flows into one stage: lines with an arrowhead halfway, as the ends lie behind the blocks.

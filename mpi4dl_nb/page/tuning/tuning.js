@@ -8,7 +8,7 @@ import {
   traceFront,
 } from "./tuning_layout.js";
 
-const REACH_PX = 16, LEGEND_PX = 70;
+const REACH_PX = 16, LEGEND_PX = 70, SIDE_PX = 240;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
@@ -77,7 +77,9 @@ class TuningPage {
   drawChart() {
     const words = this.model.get("words"), width = this.room.clientWidth;
     if (!words.points || !words.points.length || !width) return;
-    const room = readHeightLimit(this.root) - LEGEND_PX, height = clamp(width * 0.56, 200, clamp(room, 200, 430));
+    const isBelow = this.side.offsetTop > this.room.offsetTop; // in a narrow cell, the chosen plan: both are to be seen
+    const room = readHeightLimit(this.root) - LEGEND_PX - (isBelow ? SIDE_PX : 0);
+    const height = clamp(width * 0.56, 200, clamp(room, 200, 430));
     const layout = this.layout = layOutPoints(words.points, words.rank_bytes, width, height);
     Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` }).forEach(([name, value]) =>
       this.chart.setAttribute(name, String(value)));
