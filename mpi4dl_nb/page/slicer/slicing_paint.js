@@ -249,7 +249,7 @@ export function paintCursor(context, scene, pixel, field) {
 /** Paint a scale bar in the lower left corner, and beside it how much a halo is enlarged.
  * @type {(context: Context, scene: SceneView, microns: number | null, enlarged: number) => void} */
 export function paintScale(context, scene, microns, enlarged) {
-  const [length, label] = chooseScaleBar(scene.transform.scale, 150, microns);
+  const [length, label] = chooseScaleBar(scene.transform.scale, Math.min(150, scene.view[0] / 3), microns);
   const note = enlarged > 1.05 ? `   halo enlarged × ${enlarged < 10 ? enlarged.toFixed(1) : Math.round(enlarged)}` : "";
   context.font = `12px ${FONT}`;
   const width = Math.max(length, context.measureText(label + note).width) + 20;
