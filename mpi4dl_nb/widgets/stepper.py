@@ -187,7 +187,7 @@ class Stepper(PageWidget):
         self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown", "9em")
         self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
         moved = "Of the messages that have just moved, whose values are shown"
-        self.message = make_dropdown("Message", [("none", 0)], 0, moved, "31em")
+        self.message = make_dropdown("Message", [("none", 0)], 0, moved, "35em")
         self._actions: dict[str, Callable[[], object]] = {
             "n": partial(self._go, "instruction"),
             "l": partial(self._go, "layer"),
