@@ -76,14 +76,16 @@ class Monitor(PageWidget):
         self.numbers, self.tables = ipywidgets.HTML(), ipywidgets.HTML()
         folded = ipywidgets.Accordion([self.tables], titles=["Ranks and epochs in numbers"])
         folded.add_class("mpi4dl-folded")
-        self.stop = LiveButton(description=STOP, tooltip=HINT, icon="stop", layout={"width": "max-content"})
+        whole = {"width": "max-content", "flex": "none"}
+        self.stop = LiveButton(description=STOP, tooltip=HINT, icon="stop", layout=whole)
         self.stop.on_click(lambda _: self._stop())
         self.stops = False
         self._over, self._drawer = threading.Event(), Thread()
         self._training: TrainingHandle | None = None
         self._gathered: ProgressRecorder | None = None
         self._state, self._running, self._on_page = "not begun", False, False
-        super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers], FigureView())
+        row = ipywidgets.HBox([self.stop, ipywidgets.HTML(HINT)], layout={"flex_flow": "row wrap"})
+        super().__init__([row, self.numbers], FigureView())
         self.children = (*self.children, folded)
         self.stop.disabled = True
         if training is not None:
