@@ -192,6 +192,28 @@ def test_nothing_jumps_in_a_stepper_from_instruction_to_instruction(chromium: ob
     harness.close()
 
 
+def test_the_title_of_a_slicer_is_whole_in_a_cell_of_any_width(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["slicer"], WINDOW_PX)
+    views["slicer"].layer = 3
+    for wide_px in WIDTHS_PX:
+        set_cell_width(harness, wide_px)
+        hidden_px = harness.page.locator(".mpi4dl-title").evaluate(
+            "(title) => [title.scrollHeight - title.clientHeight, title.scrollWidth - title.clientWidth]"
+        )
+        assert max(hidden_px) <= 1, wide_px
+    views["slicer"].layer = 0
+    harness.close()
+
+
+def test_a_message_is_beside_ranks_that_would_be_no_larger_above_it(chromium: object, stepper: Stepper):
+    """In a high window all of them have enough height, but not the width."""
+    harness = PageHarness(chromium, stepper.view, (1500, 950), reduced_motion="reduce")
+    set_cell_width(harness, 1000)
+    assert harness.page.locator(".mpi4dl-strips").is_visible()
+    assert harness.page.locator(".mpi4dl-flat").count() == 0
+    harness.close()
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_message_is_shown_whole_beside_small_tiles(chromium: object, stepper: Stepper, phase: str):
     """Backward, what is after a gradient was added is in its last line."""
