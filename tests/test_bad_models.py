@@ -160,9 +160,9 @@ def test_more_pixels_than_the_image_has_are_gathered_or_refused():
 def test_draws_without_a_rule_are_refused(grid: str):
     """Whether they have pixels or not: each tile would draw numbers of its own."""
     told = get_verdict(lambda x: x * torch.empty_like(x).cauchy_(), grid)
-    assert told.startswith("aten.cauchy.default (reads empty_like) draws random numbers, which the tiles")
+    assert told.startswith("aten.cauchy.default (reads empty_like) draws random numbers, which the ranks")
     told = get_verdict(lambda x: x * torch.empty(1, 1).cauchy_(), grid)
-    assert told.startswith("aten.cauchy.default (reads empty) draws random numbers, which the tiles")
+    assert told.startswith("aten.cauchy.default (reads empty) draws random numbers, which the ranks")
 
 
 # ---- either exact or refused

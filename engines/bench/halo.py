@@ -184,7 +184,7 @@ def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     source = pixels.clone()
     run_backward(runner, grad.clone(memory_format=torch.preserve_format), source)
     # The window cut out of the whole image, with the fill value around the image.
-    inside = frame & Tile.whole(*exchange.shape[-2:])
+    inside = frame & Tile.whole(*(exchange.shape[axis] for axis in exchange.axes))
     expected = make_pattern(exchange, frame, device).fill_(exchange.fill)
     expected[_make_place(inside, frame)] = make_pattern(exchange, inside, device)
     # The gradients of this rank's pixels, summed over all windows that contain them.

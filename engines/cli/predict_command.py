@@ -127,7 +127,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     )
     channels = recipe.graph.specs[recipe.graph.prediction].shape[1:2]
     names = name_classes(kind, meaning, math.prod(channels), chosen.class_names and chosen.class_names.split(","))
-    output_px = recipe.graph.specs[recipe.graph.prediction].shape[-2:]
+    output_px = recipe.graph.specs[recipe.graph.prediction].shape[2:]
 
     def make_sink(shape: Shape, dtype: np.dtype[Any]) -> TileSink:
         if chosen.to is None:

@@ -68,8 +68,8 @@ def register_rule(
     >>> @register_rule("mine.blur.default", images=("x",))
     ... def blur_on_tiles(b, node):
     ...     rule = SlidingWindow(kernel=3, padding=1)
-    ...     window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
-    ...     b.add_local_op(node.name, "mine.blur", b.pad_window(window), like=node.spec, axes=(-2, -1))
+    ...     window = b.read_window(node.arguments["x"], b.get_image_px(node.spec), rule, rule)
+    ...     b.add_local_op(node.name, "mine.blur", b.pad_window(window), like=node.spec, axes=b.image_axes)
     """
 
     def add(rule: Rule) -> Rule:

@@ -12,7 +12,7 @@ from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.places import compute_local_shape, to_places
-from mpi4dl_nb.engines.geometry.tiles import Axes, Plane, Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Axes, Plane, Span, Tile, guess_pixel_axes
 from mpi4dl_nb.engines.graph.model_graph import Ref
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.program import Program
@@ -91,7 +91,7 @@ class ShardIndex:
                 (images,), axes = held, ()
             if not axes:
                 # The rank holds all pixels, if there are any.
-                axes = (-2, -1) if len(shape) == 4 else ()
+                axes = guess_pixel_axes(shape)
                 held = owned = Tile.whole(*(shape[axis] for axis in axes))
             module, split_shape = self.modules.get(name.partition(".")[0], ""), split.spec.shape
             return Shard(name, shape, axes, held, owned, images, module, None if value.is_split else split_shape)

@@ -110,8 +110,9 @@ class TraceCache:
         cache, labels = replace(self, image_shape=image_shape, labels=None), self.label_spec
         if labels and labels.shape:
             shape = (labels.shape[0] * cache.image_shape[0] // self.image_shape[0], *labels.shape[1:])
-            if len(shape) > 2 and shape[-2:] == self.image_shape[-2:]:
-                shape = (*shape[:-2], *cache.image_shape[-2:])
+            before, after = tuple(self.image_shape[2:]), cache.image_shape[2:]
+            if len(shape) > len(before) and shape[-len(before) :] == before:
+                shape = (*shape[: -len(before)], *after)
             labels = replace(labels, shape=shape)
         return replace(cache, labels=labels)
 

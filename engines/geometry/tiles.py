@@ -132,6 +132,11 @@ class Tile(tuple[Span, ...]):
         return Tile(*(span if index == number else other for index, other in enumerate(self)))
 
 
+def guess_pixel_axes(shape: tuple[int, ...]) -> Axes:
+    """Return the axes of rows and columns, by the shape alone, of a value that every rank holds whole."""
+    return (-2, -1) if len(shape) == 4 else ()
+
+
 class Plane(NamedTuple):
     """What is drawn of a tile: `tile`, its rows and columns, in each of the `images` (None: in all).
 
@@ -152,7 +157,7 @@ class Plane(NamedTuple):
         spans = dict(zip(axes, tile, strict=True))
         # Two axes are always rows and columns. One alone, or one before them, is that of the images.
         images = spans.pop(-len(shape), None) if len(spans) != 2 else None
-        pixels = tuple(spans) or ((-2, -1) if len(shape) == 4 else ())
+        pixels = tuple(spans) or guess_pixel_axes(shape)
         if pixels:
             return cls(images, pixels, Tile(*(spans.get(axis, Span(0, shape[axis])) for axis in pixels)))
         rows, cols = math.prod(shape[:1]), math.prod(shape[1:])

@@ -95,8 +95,9 @@ class TilePasses:
         predicts = self.lowering.get_prediction_shard(role)
         self.lowering.drop_builder(role)
         able, sums, blocked = _find_computable(forward, known)
-        sides = self.graph.specs[self.graph.prediction].shape[-2:]
-        if predicts.axes == (-2, -1) and predicts.tile != self.grid.get_tile(tile, *sides):
+        shape = predicts.split_shape or self.graph.specs[self.graph.prediction].shape
+        sides = [shape[axis] for axis in predicts.axes]
+        if sides and predicts.tile != self.grid.get_tile(tile, *sides):
             raise TraceError(
                 f"The model's first output ({self.graph.prediction}) is read by a later layer that draws random "
                 "numbers or changes a buffer, so that its tiles overlap. Return it from a model of its own."

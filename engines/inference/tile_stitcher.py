@@ -135,12 +135,12 @@ class TileStitcher:
         meaning: OutputMeaning,
         sink: MakeSink,
     ) -> None:
-        if feed.axes != (-2, -1) or len(spec.shape) != 4:
+        if len(spec.shape) != 4 or feed.axes != tuple(range(2 - len(spec.shape), 0)):
             raise TraceError(
                 f"The model answers with {spec.shape}; only (N, K, H, W), a score for each class and pixel, can be put "
                 "together from tiles."
             )
-        self.world, self.grid, self.size_px = world, grid, spec.shape[-2:]
+        self.world, self.grid, self.size_px = world, grid, spec.shape[2:]
         sides = zip(region.picture_px, self.size_px, region.size_px, strict=True)
         self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # without the padding
         self.channels = get_output_channels(kind, spec.shape[1], meaning)

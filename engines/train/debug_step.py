@@ -235,9 +235,10 @@ def _to_planes(tensor: Tensor, place: Plane) -> Tensor:
     """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
     if not place.axes:
         return tensor.reshape(1, 1, len(place.tile.rows), -1)
-    moved = tensor.movedim(place.axes, (-2, -1))
-    images = moved.shape[0] if moved.dim() > 2 else 1
-    return moved.reshape(images, -1, *moved.shape[-2:])
+    count = len(place.axes)
+    moved = tensor.movedim(place.axes, tuple(range(-count, 0)))
+    images = moved.shape[0] if moved.dim() > count else 1
+    return moved.reshape(images, -1, *moved.shape[-count:])
 
 
 def _cut_channel(planes: Tensor, place: Plane, look: ViewRequest) -> Tensor | None:

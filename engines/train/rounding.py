@@ -149,8 +149,9 @@ class RoundingCheck:
         for (what, step, name), gradient in gradients.items():
             other = self.nears[0][what, step, name]
             # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
-            # largest gradient. A gradient that is exactly 0 in both runs is a real zero, not noise.
-            usual = (gradient - other).square().mean().sqrt()
+            # largest gradient. That effect may be none: the sum of four softmax gradients is the same multiple of an
+            # ulp for many weights. A gradient that is exactly 0 in both runs is a real zero, not noise.
+            usual = torch.maximum((gradient - other).square().mean().sqrt(), self._largest[step] * DOUBLE)
             bound = torch.minimum(1e3 * usual, self._largest[step] * max(_FAINT, self._slack))
             mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
             mask |= self._strays[what, step, name] != 0

@@ -185,7 +185,7 @@ def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan
     if isinstance(model, nn.Module):
         model = prepare(model, plan, (plan.parts * plan.local_dp, 3, *picture.shape()))
     graph = model.graph if isinstance(model, Recipe) else model
-    size_px = graph.inputs["images"].shape[-2:]
+    size_px = graph.inputs["images"].shape[2:]
     if size_px != picture.shape():
         raise ImageError(
             f"The model was traced for images of {size_px[0]} x {size_px[1]} px, but {picture.name} has "

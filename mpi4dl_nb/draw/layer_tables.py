@@ -17,7 +17,7 @@ from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_n
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
-from mpi4dl_nb.engines.geometry.tiles import Tile
+from mpi4dl_nb.engines.geometry.tiles import Tile, guess_pixel_axes
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
@@ -127,7 +127,7 @@ def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> 
         shape = max(reversed(shapes), key=lambda size: min(len(size), 4), default=())
         stage = next(number for number, span in enumerate(stages) if layer.nodes.start in span)
         names = {node.name for node in nodes}
-        pixels = len(shape) == 4
+        pixels = bool(guess_pixel_axes(shape))
         net.append(
             {
                 "name": layer.name,

@@ -230,7 +230,7 @@ def describe_scene(stepping: DebuggedStep) -> dict[str, Any]:
         "schedule": {"name": schedule.name, "length": schedule.length, "lanes": lanes},
         "looks": [asdict(look) for look in SLOTS.values()],
         "ends": list(stepping.order.ends),
-        "size": list(stepping.image_shape[-2:]),
+        "size": list(stepping.image_shape[2:]),
     }
 
 

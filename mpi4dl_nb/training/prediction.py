@@ -169,7 +169,7 @@ def predict_picture(
     sink: MakeSink = ArraySink
     names = name_classes(kind, meaning, spec.shape[1] if len(spec.shape) > 1 else 1, class_names)
     if to is not None:
-        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:], names)
+        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[2:], names)
     if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
         channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], meaning, spec.dtype)
         size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels, meaning) * dtype.itemsize

@@ -367,6 +367,14 @@ def test_what_joins_the_images_of_several_ranks_is_exact(name: str):
         check_exact(Behind(function), Plan(**{"spatial_size": 0, **knobs}, local_dp=2, precision="float64"), loss)
 
 
+@pytest.mark.parametrize("seed", [2, 11, 15])
+def test_rounding_that_an_ulp_does_not_change_is_no_fault(seed: int):
+    """The softmax gradients of four images add up to the same multiple of an ulp for many weights, and not to 0."""
+    torch.manual_seed(seed)
+    plan = Plan(split_size=1, spatial_size=0, local_dp=2, precision="float64")
+    check_exact(Behind(lambda x: x), plan, compute_image_loss)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")
 @pytest.mark.parametrize("name", ["drawn", *JOINED])

@@ -53,7 +53,7 @@ def test_a_failing_case_is_reported(mpiexec, tmp_path: Path) -> None:
 AT_ONCE = {
     *("Dup", "Free", "Get_error_class", "Get_error_string", "Get_failed", "Iprobe", "Irecv", "Is_revoked", "Isend"),
     *("Recv_init", "Revoke", "Send_init", "Set_errhandler", "Shrink", "Startall", "Test", "Testall", "Finalize"),
-    *("Is_finalized", "Is_initialized", "Exception", "Intracomm", "Request", "Prequest"),
+    *("Is_finalized", "Is_initialized", "Exception", "Comm", "Intracomm", "Request", "Prequest"),
     *("MPIX_Query_cuda_support", "MPIX_GPU_query_support"),
 }
 

@@ -87,7 +87,7 @@ def _find_nearest_taps(node: Node, size_px: Sequence[int], axis: int) -> Taps:
     # PyTorch has two kernels on a CPU, which round differently. One computes in float32, as GPUs do: gradients, images
     # with channels last, and results of up to 128 rows and columns together. The other computes all else, in float64
     # for an image in float64. The probe has as many columns as the result, as far as that matters.
-    out_px = node.result.shape[-2:]
+    out_px = node.result.shape[2:]
     other = min(out_px[1 - axis], 129)
     width = other if size_px[1 - axis] == out_px[1 - axis] else 1 + (other == 1)
 
@@ -110,7 +110,7 @@ def _find_smooth_taps(node: Node, size_px: Sequence[int], axis: int) -> Taps:
 
     The probe is two pixels wide: antialiasing to one column is wrong in PyTorch 2.13 on a CPU (gradcheck says so).
     """
-    out_px = node.result.shape[-2:]
+    out_px = node.result.shape[2:]
     other = 2 if size_px[1 - axis] == out_px[1 - axis] else 4
 
     def resample(rows: Tensor) -> Tensor:
