@@ -118,9 +118,9 @@ class CalibrationRun:
         self.spent += [spent_s for _, spent_s in timings]
         # The relative difference of two steps. Two draws from an exponential distribution differ, on average, by the
         # mean of the distribution: what `Machine.jitter` asks for.
-        for (_, one_s), (_, other_s) in pairwise(timings):
-            difference_s = sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True))
-            self.differences.append(min(1.0, difference_s / sum(other_s)))
+        for (_, earlier_s), (_, later_s) in pairwise(timings):
+            difference_s = sum(abs(earlier - later) for earlier, later in zip(earlier_s, later_s, strict=True))
+            self.differences.append(min(1.0, difference_s / sum(later_s)))
 
     def gather_times(self) -> CalibrationTimes:
         """Return the times gathered from all ranks; collective."""

@@ -95,9 +95,9 @@ class RunQueue:
                 places.append(core)
         known = [core for core in self._places.get(rank, ()) if core not in places]
         while len(places) < count:
-            place = self._choose_core(known.pop(0) if known else None, places)
-            place.queue.append(_ThreadTask(rank, work.seconds, work.crowded, self._compute_slice_s(work.seconds)))
-            places.append(place)
+            core = self._choose_core(known.pop(0) if known else None, places)
+            core.queue.append(_ThreadTask(rank, work.seconds, work.crowded, self._compute_slice_s(work.seconds)))
+            places.append(core)
         self._places[rank] = places
 
     def is_saturated(self, rank: int) -> bool:

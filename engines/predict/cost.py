@@ -292,9 +292,9 @@ class _ActionBuilder:
         """
 
         def make_route(counts: Counter[tuple[int, int, int]], source: int, target: int) -> tuple[int, int, int, int]:
-            place = source, target, messages.tag
-            counts[place] += 1
-            return *place, counts[place] - 1
+            key = source, target, messages.tag
+            counts[key] += 1
+            return *key, counts[key] - 1
 
         rank = self.program.rank
         if messages.posts:

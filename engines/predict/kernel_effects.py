@@ -171,20 +171,23 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     if not roots or not leaves:
         return frozenset(), 0
     # Meta tensors have storages with sizes, although without memory: what backward needs for a while can be counted. A
-    # gradient with the storage of a given one is that gradient, passed on unchanged, as to both terms of a sum.
-    given = [torch.empty_like(root) for root in roots]
+    # gradient with the storage of a root's is that gradient, passed on unchanged, as to both terms of a sum.
+    root_grads = [torch.empty_like(root) for root in roots]
     try:
         with torch.inference_mode(False), LiveBytes() as live, _MetaKernelMode():
             grads: Sequence[Tensor | None] = torch.autograd.grad(
-                roots, [tensors[index] for index in leaves], given, allow_unused=True
+                roots, [tensors[index] for index in leaves], root_grads, allow_unused=True
             )
     except (NotImplementedError, RuntimeError):
         return frozenset(), 0  # each gradient then counts as memory of its own
-    shared = {get_storage_id(grad) for grad in given}
+    shared = {get_storage_id(grad) for grad in root_grads}
     pairs = list(zip(leaves, grads, strict=True))
     passes = frozenset(index for index, grad in pairs if grad is None or get_storage_id(grad) in shared)
-    own = (grad for index, grad in pairs if grad is not None and index not in passes)
-    kept = {get_storage_id(grad): grad.untyped_storage().nbytes() for grad in own}
+    kept = {
+        get_storage_id(grad): grad.untyped_storage().nbytes()
+        for index, grad in pairs
+        if grad is not None and index not in passes
+    }
     return passes, max(0, live.peak - sum(kept.values()))
 
 
@@ -231,18 +234,18 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
-        given = {get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        argument_ids = {get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         for item in tree_leaves(outputs):
             if not isinstance(item, Tensor):
                 continue
-            storage, place = item.untyped_storage(), get_storage_id(item)
+            storage, storage_id = item.untyped_storage(), get_storage_id(item)
             size = storage.nbytes()
             # A view shares its storage with a tensor that was given, or that is known: its bytes count once.
-            if size and place not in given and place not in self._known:
-                self._known.add(place)
+            if size and storage_id not in argument_ids and storage_id not in self._known:
+                self._known.add(storage_id)
                 self.now += size
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._release, place, size)
+                weakref.finalize(storage, self._release, storage_id, size)
         return outputs
 
     def _release(self, place: int, size: int) -> None:

@@ -89,17 +89,17 @@ class GradientTracker:
         # "given": the gradient of an output of the segment, whose memory the caller holds. "new": a block of this
         # backward. A gradient that is passed on keeps the name of the block in which it lies.
         self.count += 1
-        given = next(
+        passed = next(
             (self.lies_in.get(source, Block(source, "given")) for source in passed_from if source in self.arrived), None
         )
-        key = given or Block(f"{self.count}", "new")
-        self.ledger.hold(key, None if given else {"gradient": size})
+        key = passed or Block(f"{self.count}", "new")
+        self.ledger.hold(key, None if passed else {"gradient": size})
         there = self.lies_in.get(name)
         if there is not None:
             self.moved.append(3 * size)
         # A second gradient: autograd adds in place if the first one has memory of its own, so the new block is freed.
         # If both are passed on, `hold_passed` counts the memory of the sum.
-        if there is not None and (given or there.role != "given"):
+        if there is not None and (passed or there.role != "given"):
             self.ledger.release(key)
             return
         if there is not None:  # the first one is another value's memory: the sum needs memory of its own

@@ -199,8 +199,8 @@ class _LayerAssignment:
                 for name in node.reads:
                     self.weights.setdefault(name, layer.name)
         # Each result of an instruction belongs to the layer of its node, or else to the layer of the instruction.
-        for place in self.where:
-            item, owner = place.step.instruction, place.layer
+        for label in self.where:
+            item, owner = label.step.instruction, label.layer
             for name in item.get_effects(Phase.FORWARD).specs if item.per_micro_batch else ():
                 self.values.setdefault(name, owner)
             for op in item.local_ops:

@@ -293,8 +293,8 @@ def _describe_direction(program: DirectionProgram) -> object:
 
 def _get_sizing_arguments(op: LocalOp) -> tuple[Any, ...]:
     """Return the arguments of an op, with 0 in place of one on which no size depends."""
-    place = SLOT_ARGUMENTS.get(op.kernel)
-    return op.arguments if place is None else (*op.arguments[:place], 0, *op.arguments[place + 1 :])
+    index = SLOT_ARGUMENTS.get(op.kernel)
+    return op.arguments if index is None else (*op.arguments[:index], 0, *op.arguments[index + 1 :])
 
 
 @dataclass

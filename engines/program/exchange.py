@@ -179,7 +179,7 @@ class Exchange(Instruction):
         """Whether each pixel that this rank holds is sent to exactly one other rank, and none stays."""
         if not self.own or (self.window and self.own & self.window):
             return False
-        disjoint = not any(one.tile & other.tile for one, other in combinations(self.sends, 2))
+        disjoint = not any(move.tile & other.tile for move, other in combinations(self.sends, 2))
         return disjoint and self.compute_bytes(self.sends) == self.compute_bytes([Move(0, 0, self.own)])
 
     def is_contiguous(self, tile: Tile, frame: Tile) -> bool:

@@ -210,11 +210,11 @@ class ExchangeRunner:
         total = _get_gradient(source)
         arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
         for move, message, pixels in zip(self.exchange.sends, started.expected, arrived, strict=True):
-            place = total[message.index]
-            before = place.clone() if started.adds and self.received is not None else None
-            place.add_(pixels) if started.adds else place.copy_(pixels)
+            region = total[message.index]
+            before = region.clone() if started.adds and self.received is not None else None
+            region.add_(pixels) if started.adds else region.copy_(pixels)
             if self.received is not None:
-                self.received.append(ReceivedMessage(move, before, message.pixels.clone(), place.clone()))
+                self.received.append(ReceivedMessage(move, before, message.pixels.clone(), region.clone()))
 
     def _get_message_set(self, source: Tensor | None, parts: Sequence[Tensor | None]) -> MessageSet:
         if self._messages:

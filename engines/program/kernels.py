@@ -255,8 +255,8 @@ def pad_pixels(x: Tensor, margins: Margins, fill: float, axes: Axes = (-2, -1)) 
         if x.shape[axis] + min(before, 0) + min(behind, 0) <= 0:  # no pixel of x remains: all are fill
             before, behind = x.shape[axis] + before + behind, 0
             x = x.narrow(axis, 0, 0)
-        place = 2 * (x.dim() - 1 - axis % x.dim())
-        around[place : place + 2] = before, behind
+        index = 2 * (x.dim() - 1 - axis % x.dim())
+        around[index : index + 2] = before, behind
     return functional.pad(x, around, value=fill) if any(around) else x
 
 

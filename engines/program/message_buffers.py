@@ -140,8 +140,8 @@ def make_index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
 def find_outside(exchange: Exchange, window: Tile) -> list[Index]:
     """Return the indices of a window's parts outside the image: two for each axis, which overlap in the corners."""
     sides = (
-        window.replace_span(number, span & beyond)
-        for number, (axis, span) in enumerate(zip(exchange.axes, window, strict=True))
+        window.replace_span(index, span & beyond)
+        for index, (axis, span) in enumerate(zip(exchange.axes, window, strict=True))
         for beyond in (Span(span.start, 0), Span(exchange.shape[axis], span.stop))
     )
     return [make_index(exchange, side, window) for side in sides if side]

@@ -93,8 +93,8 @@ class OffloadStore:
                 chunk = mmap.mmap(self._file.fileno(), mapped, offset=self._mapped_bytes)
                 self._rest = _FileRegion(chunk, self._mapped_bytes, 0)
                 self._mapped_bytes += mapped
-            place = self._rest
-            _reserve(self._file.fileno(), place.offset + place.start, needed)
+            region = self._rest
+            _reserve(self._file.fileno(), region.offset + region.start, needed)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise RankError(f"{self.folder} cannot be written: {error}. Choose another folder.") from error
@@ -102,9 +102,9 @@ class OffloadStore:
                 f"{self.folder} is full: {format_bytes(size)} more are to be stored beside "
                 f"{format_bytes(self.end_bytes)}. Make room, choose another folder (TMPDIR), or use a smaller image."
             ) from error
-        self._rest = replace(place, start=place.start + needed)
+        self._rest = replace(region, start=region.start + needed)
         self.end_bytes += needed
-        return place
+        return region
 
 
 def _reserve(file: int, start: int, size: int) -> None:
@@ -160,10 +160,10 @@ class Offloader:
             stored = self._away.pop(tensor, None)
             if stored is not None:
                 # Tensors that were views of the same memory must share it again.
-                place = stored.data_ptr(), stored.size(), stored.stride()
-                if place not in back:
-                    back[place] = stored.to(tensor.device, copy=True)
-                tensor.data = back[place]
+                key = stored.data_ptr(), stored.size(), stored.stride()
+                if key not in back:
+                    back[key] = stored.to(tensor.device, copy=True)
+                tensor.data = back[key]
             self._used.add(tensor.untyped_storage()._cdata)
 
     def end_instruction(self) -> None:

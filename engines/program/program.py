@@ -213,7 +213,7 @@ class Program(FactTable):
     @property
     def feeds(self) -> Mapping[int, Mapping[str, ShardSpec]]:
         """The parts of the inputs that the rank needs, by micro-batch and input name."""
-        return {number: self.get_direction_program(number).input_shards for number in self.directions}
+        return {micro_batch: self.get_direction_program(micro_batch).input_shards for micro_batch in self.directions}
 
     def select_instructions(self, kind: type[Kind]) -> Iterable[Kind]:
         """Return the instructions of a kind, as often as they run."""

@@ -245,12 +245,12 @@ class CounterRNGMode(TorchDispatchMode):
         schema = func._schema.arguments
         arguments = {s.name: s.default_value for s in schema}  # ATen omits default arguments
         arguments |= {s.name: value for s, value in zip(schema, args, strict=False)} | (kwargs or {})
-        given = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
-        if func._schema.name == "aten::bernoulli" and "p" not in given:
-            given["p"] = args[0]
+        settings = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
+        if func._schema.name == "aten::bernoulli" and "p" not in settings:
+            settings["p"] = args[0]
         drawn = self._draw(
             output.shape,
-            lambda seed, place: sample_at(seed, self.number, place, output.device, law, output.dtype, **given),
+            lambda seed, place: sample_at(seed, self.number, place, output.device, law, output.dtype, **settings),
         )
         self.number += 1
         return output.copy_(drawn) if name.endswith("_") else drawn

@@ -62,7 +62,7 @@ class SegmentCompiler:
         names = (*segment.inputs, *read)
         # Values are numbered, so that segments that run the same code have the same source text.
         graph = fx.Graph()
-        nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
+        nodes: dict[str, Any] = {name: graph.placeholder(f"value_{index}") for index, name in enumerate(names)}
         nodes[DEVICE.name] = owned[DEVICE.name]
         for op in segment.ops:
             arguments, keywords = make_lookup(op.arguments)(nodes), make_lookup(dict(op.keywords))(nodes)

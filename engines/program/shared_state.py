@@ -75,11 +75,11 @@ class SharedGradientBucket(RoundsRequest):
         self.weights = [weights[name] for name in bucket.weights]
         self.bucket, self.world, self.shared = bucket, world, shared
         self.token = torch.zeros(1, dtype=torch.uint8)
-        place, last = bucket.group.index(world.rank), len(bucket.group) - 1
-        self.before = bucket.group[place - 1 : place]
+        position, last = bucket.group.index(world.rank), len(bucket.group) - 1
+        self.before = bucket.group[position - 1 : position]
         # The last rank tells all others that the sum is complete.
-        self.after = bucket.group[place + 1 : place + 2] if place < last else bucket.group[:last]
-        self.completed_by = bucket.group[last:] if place < last else ()
+        self.after = bucket.group[position + 1 : position + 2] if position < last else bucket.group[:last]
+        self.completed_by = bucket.group[last:] if position < last else ()
         self.sent_bytes = len(self.after)
 
     @property

@@ -189,9 +189,9 @@ def update_buffers(
         # Micro-batch by micro-batch over all entries, as a sequential model would update them; what backward recomputes
         # comes after the forward passes of all micro-batches.
         most = max((len(rows) for _, rows in counted), default=0)
-        for turn, number in product(sorted({entry.turn for entry in update.statistics}), range(most)):
+        for turn, micro_batch in product(sorted({entry.turn for entry in update.statistics}), range(most)):
             own_turn = ((entry, rows) for entry, rows in counted if entry.turn == turn)
-            for entry, row in ((entry, rows[number]) for entry, rows in own_turn if number < len(rows)):
+            for entry, row in ((entry, rows[micro_batch]) for entry, rows in own_turn if micro_batch < len(rows)):
                 momentum = entry.momentum
                 if entry.counter is not None:
                     # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).

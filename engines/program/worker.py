@@ -107,9 +107,9 @@ class Worker:
         order = OrderedStarter(len(sums))
         # In tag order on every rank: connecting is collective over each group. If rank 1 connected to {1, 2} first, and
         # rank 2 to {0, 2}, and rank 0 to {0, 1}, all three would wait for ever.
-        for number, bucket in enumerate(sorted(sums, key=lambda gradient_sum: gradient_sum.tag)):
+        for position, bucket in enumerate(sorted(sums, key=lambda gradient_sum: gradient_sum.tag)):
             group = collectives.connect_group(bucket.group, self.device)
-            added = partial(NcclAllReduce, group=group, number=number, order=order, check=collectives.check)
+            added = partial(NcclAllReduce, group=group, number=position, order=order, check=collectives.check)
             connected[bucket.name] = GradientBucket(self.weights, bucket, self.world, added)
         self._sums = connected
 

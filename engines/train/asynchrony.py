@@ -239,9 +239,9 @@ class ReplicaStudy(FactTable):
     @classmethod
     def of(cls, asynchrony: Asynchrony, images_per_batch: int, logs: Sequence[RankLog]) -> ReplicaStudy:
         """Merge the logs of all ranks."""
-        replicas = [[log for log in logs if log.replica == number] for number in range(asynchrony.replicas)]
+        replicas = [[log for log in logs if log.replica == replica] for replica in range(asynchrony.replicas)]
         turns = []
-        for number, group in enumerate(replicas):
+        for replica, group in enumerate(replicas):
             # The ranks of one replica may have losses of different micro-batches, or none.
             losses: dict[int, dict[int, float]] = {}
             ends: dict[int, float] = {}
@@ -249,7 +249,7 @@ class ReplicaStudy(FactTable):
                 for batch, known, end_s in log.turns:
                     losses.setdefault(batch, {}).update(known)
                     ends[batch] = max(end_s, ends.get(batch, 0.0))
-            turns += [ReplicaStep(number, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items()]
+            turns += [ReplicaStep(replica, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items()]
         servers = [log for log in logs if log.replica is None and log.weights]
         # As many sets of weights as differ: the server's, those of each peer, or one for all synchronous replicas.
         copies = [servers] if servers else replicas if asynchrony.mode == "peers" else replicas[:1]

@@ -53,11 +53,11 @@ def find_errno(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return None if error.errno in _OF_THE_FILE else error.errno
     text = str(error)
-    if number := re.search(r"os error (\d+)", text):
-        return None if int(number[1]) in _OF_THE_FILE else int(number[1])
+    if match := re.search(r"os error (\d+)", text):
+        return None if int(match[1]) in _OF_THE_FILE else int(match[1])
     if _NO_MEMORY.search(text):
         return errno.ENOMEM
-    return next((number for number in _MENDS if os.strerror(number) in text), None)
+    return next((code for code in _MENDS if os.strerror(code) in text), None)
 
 
 def describe_remedy(number: int | None) -> str:
@@ -76,13 +76,13 @@ def make_damaged_error(path: Path, why: str) -> DamagedError:
 
 def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointError:
     """Return the error to raise if reading `what` of the checkpoint at `path` has raised `error`."""
-    number = find_errno(error)
+    code = find_errno(error)
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    if number is None:
+    if code is None:
         return make_damaged_error(path, f"{what} cannot be read: {reason}" if what else reason)
     return UnreadableError(
-        f"{path}: {what or 'it'} cannot be read now: {os.strerror(number)}. That says nothing of the checkpoint, which "
-        f"may be whole. {describe_remedy(number)}"
+        f"{path}: {what or 'it'} cannot be read now: {os.strerror(code)}. That says nothing of the checkpoint, which "
+        f"may be whole. {describe_remedy(code)}"
     )
 
 
@@ -211,8 +211,8 @@ def create_draft(folder: Path) -> Path:
     # Safe only under `lock_folder`: no other process is writing any of these.
     for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)
-    number = max(map(get_number, list_checkpoints(folder)), default=0) + 1
-    draft = folder / f"{_PARTIAL}{number:05}"
+    next_number = max(map(get_number, list_checkpoints(folder)), default=0) + 1
+    draft = folder / f"{_PARTIAL}{next_number:05}"
     draft.mkdir()
     return draft
 

@@ -114,8 +114,8 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
 def _restore_dtypes(optimiser: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
     """Give the optimiser's numbers the dtypes in which they were saved: PyTorch loads them in those of the weights."""
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
-    for number, values in saved.items():
-        held = optimiser.state[weights[number]]
+    for index, values in saved.items():
+        held = optimiser.state[weights[index]]
         for name, value in values.items():
             now = held.get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and value.is_floating_point():
@@ -189,8 +189,8 @@ def _describe_differences(names: Mapping[str, Collection[str]]) -> str:
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
     """Compare the classes of optimiser and scheduler, then check that both can continue from their saved state."""
     # Placeholders of all ranks' weights: a rank alone would only see those that it updates.
-    given = {spec.name: spec.make_placeholder() for spec in recipe.parameters}
-    optimiser = make_optimiser(recipe.optimiser, given) if trains else None
+    placeholders = {spec.name: spec.make_placeholder() for spec in recipe.parameters}
+    optimiser = make_optimiser(recipe.optimiser, placeholders) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None
     for what, fresh in (("optimiser", optimiser), ("scheduler", paced)):
         with checkpoint.translate_errors():
@@ -204,7 +204,7 @@ def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) ->
                 "safetensors.torch.load_file."
             )
     if optimiser:
-        names = {id(given[spec.name]): spec.key for spec in recipe.parameters}
+        names = {id(placeholders[spec.name]): spec.key for spec in recipe.parameters}
         made_state = _check_optimiser_state(checkpoint, optimiser, names)
         if paced and recipe.scheduler:
             state = _read_scheduler_state(checkpoint, len(optimiser.param_groups))

@@ -131,18 +131,18 @@ class Checkpoint:
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
             options = stored["options"]
             for name, state in stored["weights"].items():
-                number = state["options"]
+                index = state["options"]
                 # Python would take True as index 1, and -1 as the last index.
-                if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
-                    raise IndexError(f"there are no options {str(number)[:20]}")
+                if not isinstance(options, list) or isinstance(index, bool) or not 0 <= index < len(options):
+                    raise IndexError(f"there are no options {str(index)[:20]}")
                 tensors, values = state["tensors"], state["values"]
-                if not all(isinstance(mapping, dict) for mapping in (options[number], values)):
+                if not all(isinstance(mapping, dict) for mapping in (options[index], values)):
                     raise TypeError("the options or values of a weight are no dict")
                 if not isinstance(tensors, list) or not all(isinstance(key, str) for key in tensors):
                     raise TypeError("the names of a weight's tensors are no list of texts")
-                if reserved := {"params", "param_names"} & options[number].keys():
+                if reserved := {"params", "param_names"} & options[index].keys():
                     raise ValueError(f"{min(reserved)!r} is no option")
-                states[name] = WeightState(options[number], values, tuple(tensors))
+                states[name] = WeightState(options[index], values, tuple(tensors))
         return states
 
     def _check_files(self, hold: Callable[[Checkpoint], object] | None, only: Collection[str] | None) -> None:

@@ -143,14 +143,14 @@ class _CheckpointContents:
         package = "unknown"
         with suppress(PackageNotFoundError):
             package = version("mpi4dl_nb")
-        # Options that many weights share are stored once; a weight refers to them by number.
+        # Options that many weights share are stored once; a weight refers to them by index.
         options: list[Mapping[str, Any]] = []
         weights = {}
         for name, state in self.states.items():
             if state.options not in options:
                 options.append(state.options)
-            number = options.index(state.options)
-            weights[name] = {"options": number, "tensors": list(state.tensors), "values": dict(state.values)}
+            index = options.index(state.options)
+            weights[name] = {"options": index, "tensors": list(state.tensors), "values": dict(state.values)}
         return {
             "format": FORMAT,
             TRAINING: training.identity,
@@ -264,11 +264,11 @@ class CheckpointManager:
 
         If a periodic checkpoint cannot be written (for example, the disk is full), report the error and continue.
         """
-        if number := self.asked():
+        if signal_number := self.asked():
             path = self.save_now()
-            name = signal.Signals(number).name
+            name = signal.Signals(signal_number).name
             raise StoppedError(
-                f"Stopped by {name} after {self.step()} steps. Saved as {path}: go on from there.", number
+                f"Stopped by {name} after {self.step()} steps. Saved as {path}: go on from there.", signal_number
             )
         if self.every and self.step() % self.every == 0:
             self._try()

@@ -226,8 +226,8 @@ def find_refused_options(optimiser: torch.optim.Optimizer, options: Mapping[str,
     # The valid range of an option is known to the class alone, whose constructor checks it: a step would only compute
     # something wrong. Choices of kernels are left out, as some exist on GPUs only.
     names = inspect.signature(type(optimiser)).parameters.keys() - {"params", "param_names", "fused", "foreach"}
-    given = {name: copy.deepcopy(options[name]) for name in options.keys() & names}
-    error = _find_failure(lambda: type(optimiser)([nn.Parameter(torch.zeros(2, 2))], **given))
+    arguments = {name: copy.deepcopy(options[name]) for name in options.keys() & names}
+    error = _find_failure(lambda: type(optimiser)([nn.Parameter(torch.zeros(2, 2))], **arguments))
     return "" if error is None else str(error) or type(error).__name__
 
 

@@ -193,16 +193,16 @@ class RankStepper:
         if look is None:
             return None, [], self._summed
 
-        def cut_plane(tensor: Tensor | None, place: Plane) -> Tensor | None:
+        def cut_plane(tensor: Tensor | None, tile_plane: Plane) -> Tensor | None:
             """Cut one channel of a message at full scale, at most `bound_px` rows and columns."""
-            plane = None if tensor is None else _cut_channel(_to_planes(tensor, place), place, look)
+            plane = None if tensor is None else _cut_channel(_to_planes(tensor, tile_plane), tile_plane, look)
             return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
 
         effects = []
         if get_plane := self._get_plane:
             for landing in self._landings:
-                place = get_plane(landing.move.tile)
-                tensors = (cut_plane(tensor, place) for tensor in (landing.before, landing.arrived, landing.after))
+                tile_plane = get_plane(landing.move.tile)
+                tensors = (cut_plane(tensor, tile_plane) for tensor in (landing.before, landing.arrived, landing.after))
                 effects.append(ReceivedMessage(landing.move, *tensors))
         part = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if part is None:
@@ -231,20 +231,20 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _to_planes(tensor: Tensor, place: Plane) -> Tensor:
+def _to_planes(tensor: Tensor, plane: Plane) -> Tensor:
     """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
-    if not place.axes:
-        return tensor.reshape(1, 1, len(place.tile.rows), -1)
-    count = len(place.axes)
-    moved = tensor.movedim(place.axes, tuple(range(-count, 0)))
+    if not plane.axes:
+        return tensor.reshape(1, 1, len(plane.tile.rows), -1)
+    count = len(plane.axes)
+    moved = tensor.movedim(plane.axes, tuple(range(-count, 0)))
     images = moved.shape[0] if moved.dim() > count else 1
     return moved.reshape(images, -1, *moved.shape[-count:])
 
 
-def _cut_channel(planes: Tensor, place: Plane, look: ViewRequest) -> Tensor | None:
+def _cut_channel(planes: Tensor, plane: Plane, look: ViewRequest) -> Tensor | None:
     """Return the requested (h, w) in float64 on the host; None if the image is not among the planes."""
-    # Without pixels, one plane has a row for each image. Otherwise the first plane is the first image of `place`.
-    image = 0 if not place.axes else look.image - (place.images.start if place.images else 0)
+    # Without pixels, one plane has a row for each image. Otherwise the first plane is the first image of `plane`.
+    image = 0 if not plane.axes else look.image - (plane.images.start if plane.images else 0)
     if not 0 <= image < planes.shape[0]:
         return None
     return planes[image, min(look.channel, planes.shape[1] - 1)].double().cpu()

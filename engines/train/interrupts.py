@@ -52,7 +52,9 @@ class Interrupts:
         return bool(self._number) and time.monotonic() - self._since_s > within_s
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._record_signal) for number in self._signals}
+        self._before = {
+            signal_number: signal.signal(signal_number, self._record_signal) for signal_number in self._signals
+        }
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -63,12 +65,13 @@ class Interrupts:
             signal.raise_signal(self._number)
 
     def _restore_handlers(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
+        for signal_number, handler in self._before.items():
+            # None: not installed from Python
+            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
 
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, signal_number: int, frame: FrameType | None) -> None:
         # Nothing else happens in the handler: it may run between any two bytecodes of the step.
-        self._number, self._since_s = number, time.monotonic()
+        self._number, self._since_s = signal_number, time.monotonic()
         self._restore_handlers()  # a second signal ends the process at once
 
 

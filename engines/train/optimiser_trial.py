@@ -82,12 +82,12 @@ def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mappi
     `own` maps the ranks' names to the parameters of the user's model and loss. A function that finds parameters by
     identity (`id(p) in ids`) finds only the user's own; on ranks all would silently be in the other group.
     """
-    given = {spec.name: spec.make_placeholder() for spec in specs}
+    placeholders = {spec.name: spec.make_placeholder() for spec in specs}
     mine = {spec.name: own[spec.key] for spec in specs}
     requires = {name: weight.requires_grad for name, weight in mine.items()}
     try:
         # The function may freeze parameters, here the user's own: `requires_grad` is put back in any case.
-        pairs = zip(_find_groups(function, given).items(), _find_groups(function, mine).values(), strict=True)
+        pairs = zip(_find_groups(function, placeholders).items(), _find_groups(function, mine).values(), strict=True)
         differing = [name for (name, on_rank), with_own in pairs if on_rank != with_own]
     finally:
         for name, weight in mine.items():
@@ -102,10 +102,10 @@ def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mappi
 
 
 def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of each parameter's group; -1 if it is in none."""
+    """Return the index of each parameter's group; -1 if it is in none."""
     optimiser = make_optimiser(function, named)
-    numbers = {id(weight): number for number, group in enumerate(optimiser.param_groups) for weight in group["params"]}
-    return {name: numbers.get(id(weight), -1) for name, weight in named.items()}
+    indices = {id(weight): index for index, group in enumerate(optimiser.param_groups) for weight in group["params"]}
+    return {name: indices.get(id(weight), -1) for name, weight in named.items()}
 
 
 def check_scheduler(scheduler: object, made: torch.optim.Optimizer) -> None:
@@ -157,15 +157,15 @@ class _OptimiserTrial:
     def run_steps(self, held: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the weights in `held` before and after some steps along random gradients, the same in each trial."""
         specs = [replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point else spec for spec in self.specs]
-        moved = [(number, spec) for number, spec in enumerate(specs) if spec.key in held]
-        weights = {spec.key: nn.Parameter(_make_random(spec, number, 1.0)) for number, spec in moved}
+        moved = [(index, spec) for index, spec in enumerate(specs) if spec.key in held]
+        weights = {spec.key: nn.Parameter(_make_random(spec, index, 1.0)) for index, spec in moved}
         before = {key: weight.detach().clone() for key, weight in weights.items()}
         optimiser = make_on_rank(self.function, specs, weights)
         for step in range(_STEPS):
-            for number, spec in moved:
+            for index, spec in moved:
                 # Weights with equally large gradients would hide a norm over all of them: sizes differ each time.
-                size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
-                weights[spec.key].grad = _make_random(spec, number + (1 + step) * len(specs), size)
+                size = 10.0 ** ((index + step) % 3 - 1)  # norms that change from step to step
+                weights[spec.key].grad = _make_random(spec, index + (1 + step) * len(specs), size)
             _step(optimiser)
         return {key: (before[key], weight.detach()) for key, weight in weights.items()}
 
@@ -249,8 +249,8 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
     frozen, left = find_frozen(function, specs), _COUNTED
     weights: dict[str, nn.Parameter] = {}
     trained = [spec for spec in specs if spec.requires_grad and spec.key not in frozen]
-    for number, spec in enumerate(sorted(trained, key=_count_elements, reverse=True), 1):
-        if _count_elements(spec) <= left or (not weights and number == len(trained)):
+    for position, spec in enumerate(sorted(trained, key=_count_elements, reverse=True), 1):
+        if _count_elements(spec) <= left or (not weights and position == len(trained)):
             weights[spec.key] = nn.Parameter(_make_random(spec, 0, 1.0))
             weights[spec.key].grad, left = torch.ones(spec.shape, dtype=spec.dtype), left - _count_elements(spec)
     if not weights:

@@ -176,8 +176,8 @@ class ReferenceTraining:
         """The weights that an update should have moved, with the largest learning rate: no gradient, no rate was 0."""
         groups = self.optimiser.param_groups if self.optimiser else []
         rates = {
-            id(weight): max((abs(rates[number]) for rates in self.rates), default=0.0)
-            for number, group in enumerate(groups)
+            id(weight): max((abs(rates[index]) for rates in self.rates), default=0.0)
+            for index, group in enumerate(groups)
             for weight in group["params"]
         }
         known = {name: rates.get(id(weight), 1.0) for name, weight in self.weights.items() if name in self.pushed}
@@ -214,9 +214,9 @@ def _normalise_by_micro_batch(model: nn.Module, count: int) -> None:
 
 def _split(count: int, answer: Any, labels: Tensor) -> Iterator[tuple[Any, Tensor]]:
     """Yield the outputs and labels of each of `count` micro-batches, for a loss of each by itself."""
-    for number in range(count):
-        part = map_tensors(lambda tensor, n=number: tensor.chunk(count)[n], answer) if count > 1 else answer
-        yield part, split_micro_batches(labels, count)[number]
+    for micro_batch in range(count):
+        part = map_tensors(lambda tensor, n=micro_batch: tensor.chunk(count)[n], answer) if count > 1 else answer
+        yield part, split_micro_batches(labels, count)[micro_batch]
 
 
 def train_reference(alone: ReferenceTraining, batches: Iterable[Mapping[str, Tensor]]) -> TrainingRecord:

@@ -106,12 +106,12 @@ class ParameterClient(Replica):
 
     def train(self) -> None:
         """Train on batches until the server has no more."""
-        number = self._push_pull([])
-        while number != _NO_MORE:
-            self.train_batch(number, self.feed(number))
+        batch = self._push_pull([])
+        while batch != _NO_MORE:
+            self.train_batch(batch, self.feed(batch))
             weights = [self.training.weights[name] for name in self.sent]
             gradients = flatten_tensors([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
-            number = self._push_pull([Message(self.server, BODY, gradients)] if self.sent else [])
+            batch = self._push_pull([Message(self.server, BODY, gradients)] if self.sent else [])
 
     def _push_pull(self, sends: Sequence[Message]) -> int:
         """Send `sends`, receive the server's weights, and return the number of the next batch."""
@@ -198,17 +198,17 @@ class ParameterServer:
         return self.granted == self.asynchrony.budget
 
     def _send_weights(self, replica: int) -> None:
-        number = _NO_MORE if self._is_exhausted else self.granted
+        batch = _NO_MORE if self._is_exhausted else self.granted
         ranks = range(replica * self.size, (replica + 1) * self.size)
         # The rows are copies: a later update must not change weights that are still on their way.
-        header = torch.tensor([number])
+        header = torch.tensor([batch])
         for rank, names in zip(ranks, self.held, strict=True):
             body = flatten_tensors([self.keeper.weights[name] for name in names])
             self._outbox.add(self.world.exchange([Message(rank, HEADER, header), Message(rank, BODY, body)], []))
-        if number != _NO_MORE:
+        if batch != _NO_MORE:
             self.granted += 1
             self.ledger.read(replica)
-            self.batches[replica] = number
+            self.batches[replica] = batch
             # The gradient comes in rows of the weights' sizes, one from each rank that is assigned some.
             rows = [flatten_tensors([self.keeper.weights[name] for name in names]) for names in self.sent]
             self.rows[replica] = rows

@@ -63,9 +63,9 @@ def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
         quantities = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
     else:
         quantities = {
-            ("loss", step, f"of micro-batch {number}"): loss
+            ("loss", step, f"of micro-batch {micro_batch}"): loss
             for step, losses in enumerate(record.losses, start=1)
-            for number, loss in losses.items()
+            for micro_batch, loss in losses.items()
         }
     return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in quantities.items()}
 

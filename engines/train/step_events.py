@@ -246,10 +246,10 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
 
 def make_schedule(compiler: Compiler) -> Schedule:
     """Return the schedule of all replicas, with one lane per rank."""
-    plan, one = compiler.plan, compiler.schedule
+    plan, schedule = compiler.plan, compiler.schedule
     lanes = []
     for rank in range(plan.ranks):
-        # All replicas have the same schedule; the micro-batches of each are numbered after those of the ones before.
+        # All replicas have this schedule; the micro-batches of each are numbered after those of the ones before.
         #
         #     rank 0  replica 0, lane 0    micro-batches 0 1
         #     rank 1  replica 0, lane 1    micro-batches 0 1
@@ -257,9 +257,9 @@ def make_schedule(compiler: Compiler) -> Schedule:
         #     rank 3  replica 1, lane 1    micro-batches 2 3
         replica, lane = divmod(rank, plan.replica_ranks)
         first = replica * plan.replica_batches * plan.parts
-        works = (replace(slot.work, micro_batch=first + slot.work.micro_batch) for slot in one.lanes[lane])
-        lanes.append(tuple(replace(slot, work=work) for slot, work in zip(one.lanes[lane], works, strict=True)))
-    return Schedule(one.name, tuple(lanes))
+        works = (replace(slot.work, micro_batch=first + slot.work.micro_batch) for slot in schedule.lanes[lane])
+        lanes.append(tuple(replace(slot, work=work) for slot, work in zip(schedule.lanes[lane], works, strict=True)))
+    return Schedule(schedule.name, tuple(lanes))
 
 
 def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done: int) -> float:
@@ -274,7 +274,7 @@ def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done
     #
     #     lane    | F0         | F1         |           1 of 4 instructions of F1 are done:
     #     steps     a  b  c  d   e  f  g  h             1 + (2 - 1) * 1 / 4 = 1.25
-    mine = [index for index, place in enumerate(steps) if place.work == work]
+    mine = [index for index, label in enumerate(steps) if label.work == work]
     return slot.start + (slot.stop - slot.start) * (mine.index(done - 1) + 1) / len(mine)
 
 
@@ -358,7 +358,7 @@ class StepInspector:
         did = rank.did
         if did is None:
             # The rank has executed nothing yet: it shows its part of the images of its first micro-batch.
-            first: PipelineAction | None = next((place.work for place in self.steps[rank.rank] if place.work), None)
+            first: PipelineAction | None = next((label.work for label in self.steps[rank.rank] if label.work), None)
             if first is None:
                 return _ViewTarget(None)
             extent = self.extents.find_shard(rank.rank, first.direction, first.stage, INPUT)

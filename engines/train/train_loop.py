@@ -264,10 +264,10 @@ def run(
     """
     # `reported`: how many bad images the events have named so far, `seen_held_out`: those of the held-out images.
     reported, seen_held_out = len(loop.bad), set[str]()
-    for number in range(epochs):
-        steps = list(begun) if number == 0 else []
+    for epoch in range(epochs):
+        steps = list(begun) if epoch == 0 else []
         # A training resumed exactly at the end of an epoch still owes that epoch's result, but no step.
-        more = number > 0 or not is_over
+        more = epoch > 0 or not is_over
         while more:
             step = loop.step()
             yield from map(SkippedImage, loop.bad[reported:])

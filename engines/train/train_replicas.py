@@ -169,7 +169,7 @@ def _replay_peers(
 ) -> list[dict[str, Tensor]]:
     """Replay each peer's events in order, each one as soon as the message that it depends on has been sent."""
     trained = [_get_trained(process, recipe) for process in replicas]
-    queues = [deque(deed for deed in study.deeds if deed.replica == number) for number in range(len(replicas))]
+    queues = [deque(deed for deed in study.deeds if deed.replica == replica) for replica in range(len(replicas))]
     # The study has each peer's events in order, but no common order of all peers. Any order in which messages are sent
     # before they are used gives the same weights, because between messages a peer depends on nobody:
     #

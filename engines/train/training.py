@@ -277,6 +277,6 @@ def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict
     # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
     chunks = {name: split_micro_batches(whole, program.micro_batches) for name, whole in inputs.items()}
     return {
-        number: {name: feed.cut(chunks[name][number]).contiguous() for name, feed in feeds.items()}
-        for number, feeds in program.feeds.items()
+        micro_batch: {name: feed.cut(chunks[name][micro_batch]).contiguous() for name, feed in feeds.items()}
+        for micro_batch, feeds in program.feeds.items()
     }
