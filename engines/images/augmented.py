@@ -110,7 +110,7 @@ class Augmented(Subset):
                 "changes those from -1 to 1. Give such pixels and normalise them in the model, or choose other kinds."
             )
         # The colours: each result depends only on its own pixel, so that tiles agree.
-        moved = [2 * number - 1 for number in numbers[5:]]
+        moved = [2 * sample - 1 for sample in numbers[5:]]
         if "stain" in self.kinds:
             # Stains are tabulated for bytes. The inverse of `to_network_input` is exact after rounding.
             image = pixels.add(1).mul(127.5).round().byte().numpy()
@@ -150,7 +150,7 @@ class Augmented(Subset):
         # even number of them, so without "flip" the second mirror follows from the other two.
         other = numbers[4] < 0.5 if "flip" in self.kinds else mirrored != transposed
         taken = size[::-1] if transposed else size
-        corner = [int(number * (there - here + 1)) for number, there, here in zip(numbers, whole, taken, strict=False)]
+        corner = [int(sample * (there - here + 1)) for sample, there, here in zip(numbers, whole, taken, strict=False)]
         return _GeometricTransform(size, (corner[0], corner[1]), transposed, (mirrored, other))
 
 

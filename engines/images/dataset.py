@@ -301,8 +301,8 @@ class SyntheticImages(LabelledImages):
     def _sample_uniform(self, number: int, channels: int, tile: Tile) -> Tensor:
         """Return uniform samples for a tile, (channels, h, w), float64 in [0, 1)."""
         spans = zip(self.size, (tile.rows, tile.cols), strict=True)
-        place = [(channels, 0, channels), *((size, span.start, span.stop) for size, span in spans)]
-        return sample_uniform(self.seed, number, place, _CPU)
+        ranges = [(channels, 0, channels), *((size, span.start, span.stop) for size, span in spans)]
+        return sample_uniform(self.seed, number, ranges, _CPU)
 
 
 # Split into training and held-out images by slide, so that no slide is used for both training and evaluation.
@@ -331,9 +331,9 @@ def split_indices(
         alike[tuple(sorted(classes[slide]))].append(slide)
     # Everything is sorted before it is shuffled, so that the order in which files were listed makes no difference.
     judged: set[str] = set()
-    for number, (_, group) in enumerate(sorted(alike.items())):
+    for group_index, (_, group) in enumerate(sorted(alike.items())):
         count = min(max(round(held_out * len(group)), 1), len(group) - 1)
-        judged |= {group[place] for place in shuffle_indices(len(group), seed, number)[:count]}
+        judged |= {group[index] for index in shuffle_indices(len(group), seed, group_index)[:count]}
     if not judged:
         raise ImageError(
             f"The images are of {len(classes)} slides, no two of them of the same classes, so none can be held out. "
@@ -353,7 +353,7 @@ class Subset(LabelledImages):
     """
 
     def __init__(self, images: LabelledImages, numbers: Sequence[int]) -> None:
-        wrong = [number for number in numbers if not 0 <= number < len(images)]
+        wrong = [index for index in numbers if not 0 <= index < len(images)]
         if wrong:
             raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
         self.images, self.numbers = images, tuple(numbers)

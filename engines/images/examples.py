@@ -175,7 +175,7 @@ class ExampleImages(LabelledImages):
 
     def __repr__(self) -> str:
         size = "of their own sizes" if self.size is None else f"of {self.size[0]} x {self.size[1]} px ({self.fit})"
-        some = ", ".join(f"{number}: {name}" for number, name in enumerate(self.names[:_SHOWN]))
+        some = ", ".join(f"{index}: {name}" for index, name in enumerate(self.names[:_SHOWN]))
         more = ", ..." * (len(self.names) > _SHOWN)
         return f"<{len(self)} images {size}, {self.classes} classes: {some}{more}>"
 
@@ -325,22 +325,22 @@ def _compute_taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[
     centre = (np.arange(span.start, span.stop)[:, None] + 0.5) * scale
     first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
     stop = np.minimum((centre + support + 0.5).astype(np.int64), source)
-    place = first + np.arange(int((stop - first).max()))
-    weights = np.maximum(1.0 - np.abs((place - centre + 0.5) * (1.0 / support)), 0.0)
-    weights[place >= stop] = 0.0
+    positions = first + np.arange(int((stop - first).max()))
+    weights = np.maximum(1.0 - np.abs((positions - centre + 0.5) * (1.0 / support)), 0.0)
+    weights[positions >= stop] = 0.0
     weights /= np.cumsum(weights, axis=1)[:, -1:]  # cumsum adds sequentially, as Pillow does; sum would add pairwise
     # Taps beyond `stop` have weight 0; their index is clipped so that a tile does not read pixels that it ignores.
-    return np.minimum(place, stop - 1), (0.5 + weights * (1 << _BITS)).astype(np.int32)
+    return np.minimum(positions, stop - 1), (0.5 + weights * (1 << _BITS)).astype(np.int32)
 
 
 def _compute_span(places: Whole) -> Span:
     return Span(int(places.min()), int(places.max()) + 1)
 
 
-def _apply_taps(pixels: Pixels, places: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
-    """Return the weighted sum of the pixels at `places` along an axis, rounded to bytes."""
+def _apply_taps(pixels: Pixels, positions: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
+    """Return the weighted sum of the pixels at `positions` along an axis, rounded to bytes."""
     shape = [-1 if dimension == axis else 1 for dimension in range(3)]
     total: NDArray[np.int32] = np.array(1 << (_BITS - 1), np.int32)  # one half, so that the shift below rounds
-    for place, weight in zip((places - places.min()).T, weights.T, strict=True):
-        total = total + np.take(pixels, place, axis) * weight.reshape(shape)
+    for position, weight in zip((positions - positions.min()).T, weights.T, strict=True):
+        total = total + np.take(pixels, position, axis) * weight.reshape(shape)
     return (total >> _BITS).astype(np.uint8)

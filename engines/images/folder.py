@@ -105,10 +105,10 @@ def folder_images(
         used = sum(map(len, pictures.values()))
         warnings.warn(f"{folder}: {used} pictures are used. {_describe_left_out(left_out)}".rstrip(), stacklevel=2)
     if names is None and (numeric := _sort_numbers(there)) != there:
-        place = next(place for place, pair in enumerate(zip(there, numeric, strict=True)) if len(set(pair)) > 1)
+        index = next(index for index, pair in enumerate(zip(there, numeric, strict=True)) if len(set(pair)) > 1)
         warnings.warn(
-            f"{folder}: the class folders are numbers, but sorted as text, as torchvision sorts them: class {place} is "
-            f"the folder {there[place]}, not {numeric[place]}. Give names= in the order of the numbers, or leave it.",
+            f"{folder}: the class folders are numbers, but sorted as text, as torchvision sorts them: class {index} is "
+            f"the folder {there[index]}, not {numeric[index]}. Give names= in the order of the numbers, or leave it.",
             stacklevel=2,
         )
     classes = names or there

@@ -136,10 +136,12 @@ class RankLoader:
                 f"The training that is to go on had {state['images']} images, but there are {len(self.own.images)}. "
                 "Give it the same images, or begin a new one."
             )
-        place = SamplerState.of(state)
-        self.place = self.order.skip_finished_epoch(place) if anew else place
+        sampler_state = SamplerState.of(state)
+        self.place = self.order.skip_finished_epoch(sampler_state) if anew else sampler_state
         if anew:
-            self.bad = [f"{self.own.images.name(index)}: left out before, as unreadable" for index in place.skipped]
+            self.bad = [
+                f"{self.own.images.name(index)}: left out before, as unreadable" for index in sampler_state.skipped
+            ]
 
     def advance(self) -> None:
         """Mark the loaded step as done. Until then, `get_state` still refers to it, so that a restart repeats it."""

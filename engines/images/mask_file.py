@@ -134,13 +134,13 @@ class MaskFile:
                 "gdal_translate -mask none IN OUT.tif, after gdal_calc or rasterio has set these pixels."
             )
 
-    def _select_channel(self, found: Numbers, tile: Tile) -> Numbers:
+    def _select_channel(self, numbers: Numbers, tile: Tile) -> Numbers:
         """Select the channel of classes: (h, w, channels) -> (h, w). Raises ImageError if that is ambiguous."""
         # Programs that save grey as RGB or RGBA lose nothing: the three channels are equal, and all is opaque. Anything
         # else has lost the class numbers, and a guess would train on wrong labels without a sign of it.
         channel = self._source.alpha
         if channel is not None:
-            alpha = found[..., channel]
+            alpha = numbers[..., channel]
             full = np.iinfo(alpha.dtype).max if alpha.dtype.kind in "iu" else 1
             if (alpha != full).any():
                 row, col = np.argwhere(alpha != full)[0]
@@ -149,16 +149,16 @@ class MaskFile:
                     "which class that is. Save it as grey; if what is opaque is class 1, save its alpha channel alone, "
                     "by PIL.Image.open(...).getchannel('A').save(...), and give threshold=127."
                 )
-            found = np.delete(found, channel, axis=2)
-        if found.shape[2] not in (1, 3):
+            numbers = np.delete(numbers, channel, axis=2)
+        if numbers.shape[2] not in (1, 3):
             raise ImageError(
-                f"The mask {self.path} has {found.shape[2]} channels, and it is not known which of them holds the "
+                f"The mask {self.path} has {numbers.shape[2]} channels, and it is not known which of them holds the "
                 "classes. Save that one by itself."
             )
-        if found.shape[2] == 1:
-            return found[..., 0]
+        if numbers.shape[2] == 1:
+            return numbers[..., 0]
         # With a threshold, channels may also differ by up to `_NEARLY_GREY`, or be all three on the same side of it.
-        low, high = found.min(2), found.max(2)
+        low, high = numbers.min(2), numbers.max(2)
         odd = low != high
         if self.threshold is not None:
             far = high.astype(np.float64) - low > _NEARLY_GREY
@@ -166,11 +166,11 @@ class MaskFile:
         if odd.any():
             row, col = np.argwhere(odd)[0]
             raise ImageError(
-                f"The mask {self.path} is coloured, {tuple(found[row, col].tolist())} at "
+                f"The mask {self.path} is coloured, {tuple(numbers[row, col].tolist())} at "
                 f"{_describe_pixel(tile, row, col)}, and it is not known which class a colour is. Save it as grey, or "
                 "with a palette, so that numbers are classes."
             )
-        return found[..., 0] if self.threshold is None else found.sum(2, dtype=np.float64) // 3
+        return numbers[..., 0] if self.threshold is None else numbers.sum(2, dtype=np.float64) // 3
 
 
 def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
@@ -179,9 +179,9 @@ def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
     >>> parse_ignored_numbers(None), parse_ignored_numbers(255), parse_ignored_numbers([254, 255])
     ((), (255,), (254, 255))
     """
-    given = () if ignore is None else ignore if isinstance(ignore, Iterable) else (ignore,)
+    ignored = () if ignore is None else ignore if isinstance(ignore, Iterable) else (ignore,)
     try:
-        return tuple(operator.index(number) for number in given)
+        return tuple(map(operator.index, ignored))
     except TypeError:
         raise ImageError(f"ignore={ignore!r} must be a whole number of the masks, such as 255, or several.") from None
 

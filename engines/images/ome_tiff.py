@@ -35,11 +35,11 @@ class OmeFiles:
         image = choose_image(self.path, document.images)
         sources = list_planes(self.path, image, len(document.images) == 1)
         scan_pages = [self._get_page(embedded, source) for source in sources]
-        for (place, page), source in zip(scan_pages, sources, strict=True):
+        for (path, page), source in zip(scan_pages, sources, strict=True):
             sides = int(page.imagelength), int(page.imagewidth)
             if sides != image.shape:
                 raise ImageError(
-                    f"The OME-XML of {self.path} says that page {source.ifd} of {place.name} has {image.shape[0]} x "
+                    f"The OME-XML of {self.path} says that page {source.ifd} of {path.name} has {image.shape[0]} x "
                     f"{image.shape[1]} px, and it has {sides[0]} x {sides[1]}: it is the text of another file. Remove "
                     "it, or export the picture again."
                 )
@@ -47,36 +47,34 @@ class OmeFiles:
 
     def _read_metadata(self, name: str) -> OmeDocument:
         """Read the XML that a BinaryOnly element names: a file of text, or another TIFF file of the set."""
-        place = self._find_file(name, "its metadata (BinaryOnly)")
-        if read_head(place, 4) in TIFF_HEADS:
-            with translate_errors(place), TiffFile(place) as other:
-                list_pages(place, other)
+        path = self._find_file(name, "its metadata (BinaryOnly)")
+        if read_head(path, 4) in TIFF_HEADS:
+            with translate_errors(path), TiffFile(path) as other:
+                list_pages(path, other)
                 text: str | bytes = other.ome_metadata or ""
         else:
-            with translate_errors(place):
-                text = read_bounded(place, TEXT_BYTES)
-        document = parse_ome(place, text)
+            with translate_errors(path):
+                text = read_bounded(path, TEXT_BYTES)
+        document = parse_ome(path, text)
         if document.metadata_file is not None:
-            raise ImageError(
-                f"{place} has no metadata either: it names {document.metadata_file!r}. Copy the whole set."
-            )
+            raise ImageError(f"{path} has no metadata either: it names {document.metadata_file!r}. Copy the whole set.")
         return document
 
-    def _get_page(self, own: OmeDocument, source: PlaneSource) -> tuple[Path, TiffPage]:
-        place = self.path
+    def _get_page(self, embedded: OmeDocument, source: PlaneSource) -> tuple[Path, TiffPage]:
+        path = self.path
         # A file that was given another name is still known by its UUID.
-        if source.file_name is not None and (source.uuid is None or source.uuid != own.uuid):
-            place = self._find_file(source.file_name, f"page {source.ifd}")
-        elif source.uuid is not None and own.uuid is not None and source.uuid != own.uuid:
+        if source.file_name is not None and (source.uuid is None or source.uuid != embedded.uuid):
+            path = self._find_file(source.file_name, f"page {source.ifd}")
+        elif source.uuid is not None and embedded.uuid is not None and source.uuid != embedded.uuid:
             raise ImageError(f"{self.path} is a part of a set: a channel is in the file {source.uuid}, without a name.")
-        if place not in self.pages:
-            self.pages[place] = self._open_pages(place, source.uuid)
-        if source.ifd >= len(self.pages[place]):
+        if path not in self.pages:
+            self.pages[path] = self._open_pages(path, source.uuid)
+        if source.ifd >= len(self.pages[path]):
             raise ImageError(
-                f"The OME-XML of {self.path} speaks of page {source.ifd} of {place.name}, where "
-                f"{len(self.pages[place])} pages are found. Copy the file again, or save its scan by itself."
+                f"The OME-XML of {self.path} speaks of page {source.ifd} of {path.name}, where "
+                f"{len(self.pages[path])} pages are found. Copy the file again, or save its scan by itself."
             )
-        return place, self.pages[place][source.ifd]
+        return path, self.pages[path][source.ifd]
 
     def _open_pages(self, place: Path, uuid: str | None) -> list[TiffPage]:
         if place == self.path:
@@ -98,7 +96,7 @@ class OmeFiles:
         """Return the path of another file of the set. Raises ImageError if it is not in the same folder."""
         # A name from the file may lead anywhere: only plain names are taken, and no links out of the folder.
         folder = self.path.parent
-        place = folder / name
+        path = folder / name
         if name == self.path.name:
             return self.path
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
@@ -106,11 +104,11 @@ class OmeFiles:
                 f"{self.path} is one file of a set, and {part} is in {name[:200]!r}. Only files of its own folder "
                 "are read: copy the set into one folder, and save it as one file (bfconvert IN OUT.ome.tif)."
             )
-        if not place.exists():
+        if not path.exists():
             raise ImageError(
                 f"{self.path} is one file of a set, and {part} is in {name!r}, which is not in {folder}. Copy it "
                 "there, or save the set as one file (bfconvert IN OUT.ome.tif)."
             )
-        if not is_within(place, folder):
-            raise ImageError(f"{place}, a part of {self.path.name}, is a link that leads out of {folder}. Copy it.")
-        return place
+        if not is_within(path, folder):
+            raise ImageError(f"{path}, a part of {self.path.name}, is a link that leads out of {folder}. Copy it.")
+        return path

@@ -175,9 +175,7 @@ def _read_transforms(path: Path, holder: Mapping[str, Any], axes: str) -> tuple[
         return None, None
     combined = []
     for kind in ("scale", "translation"):
-        listed = [
-            [float(number) for number in transform[kind]] for transform in transforms if transform["type"] == kind
-        ]
+        listed = [[float(value) for value in transform[kind]] for transform in transforms if transform["type"] == kind]
         if any(len(numbers) != len(axes) for numbers in listed):
             raise make_damaged_error(path, f"its {kind}s are {listed}, and it has the {len(axes)} axes {axes}")
         combine = math.prod if kind == "scale" else math.fsum
@@ -212,8 +210,8 @@ def sort_levels(path: Path, multiscale: Multiscale) -> list[ListedLevel]:
 
     Their arrays must have the axes of `multiscale`.
     """
-    places = [multiscale.axes.index(axis) for axis in "yx"]
-    pairs = [(tuple(int(level.array.shape[place]) for place in places), level) for level in multiscale.levels]
+    dims = [multiscale.axes.index(axis) for axis in "yx"]
+    pairs = [(tuple(int(level.array.shape[dim]) for dim in dims), level) for level in multiscale.levels]
     pairs.sort(key=lambda pair: -math.prod(pair[0]))
     whole, finest = pairs[0]
     for finer, (shape, level) in pairwise(pairs):

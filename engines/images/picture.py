@@ -312,8 +312,8 @@ class RegionPicture(Picture):
         # In bands, since `read` returns a new array: a region as large as its picture would be held twice.
         height_px, width_px = out.shape[:2]
         for top, bottom in split_row_bands(0, height_px, width_px * 3):
-            place = self.box[0] + y0 + top, self.box[1] + x0
-            out[top:bottom] = self.picture.read(*place, bottom - top, width_px, self.level)
+            corner = self.box[0] + y0 + top, self.box[1] + x0
+            out[top:bottom] = self.picture.read(*corner, bottom - top, width_px, self.level)
 
 
 def crop_picture(picture: Picture, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Picture:

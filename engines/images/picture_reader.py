@@ -198,11 +198,11 @@ def make_thumbnail(
     scale = min(1.0, longest_px / max(rows, cols))
     size = max(1, round(rows * scale)), max(1, round(cols * scale))
     source = level  # then the coarsest level on which the rectangle has at least `size` pixels
-    for number, other in enumerate(picture.levels):
+    for index, other in enumerate(picture.levels):
         ratios = [there / here for there, here in zip(other.shape, picture.shape(level), strict=True)]
         fits = all(side * ratio >= px for side, ratio, px in zip((rows, cols), ratios, size, strict=True))
         if fits and other.downsample > picture.levels[source].downsample:
-            source = number
+            source = index
     ratios = [there / here for there, here in zip(picture.shape(source), picture.shape(level), strict=True)]
     top, left, bottom, right = (
         side * ratio for side, ratio in zip((y0, x0, y0 + rows, x0 + cols), ratios * 2, strict=True)
@@ -255,8 +255,8 @@ def _shrink_by_sampling(picture: Picture, edges: tuple[float, ...], level: int, 
     grid = np.empty((rows, cols, 3), np.uint8)
     for row, col in np.ndindex(rows, cols):
         y, x = (
-            int(start + (place + 0.5) * (stop - start) / count) - SAMPLE_PX // 2
-            for start, stop, place, count in ((top, bottom, row, rows), (left, right, col, cols))
+            int(start + (index + 0.5) * (stop - start) / count) - SAMPLE_PX // 2
+            for start, stop, index, count in ((top, bottom, row, rows), (left, right, col, cols))
         )
         grid[row, col] = np.rint(picture.read(y, x, SAMPLE_PX, SAMPLE_PX, level).mean((0, 1)))
     return np.array(Image.fromarray(grid).resize(size[::-1], Image.Resampling.NEAREST))

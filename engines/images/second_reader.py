@@ -73,8 +73,8 @@ def _check_size(*shapes: tuple[int, ...]) -> None:
 
 def _decode_by_pillow(data: bytes) -> None:
     with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "TIFF")) as image:
-        for number in range(min(_MOST_PAGES, getattr(image, "n_frames", 1))):
-            image.seek(number)
+        for page in range(min(_MOST_PAGES, getattr(image, "n_frames", 1))):
+            image.seek(page)
             _check_size(image.size)
             if isinstance(image, TiffImageFile) and 330 in image.tag_v2:  # SubIFDs, which Pillow does not reach
                 raise _NoOpinionError

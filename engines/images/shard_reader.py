@@ -66,7 +66,7 @@ class SamplerState:
         if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
             raise TypeError("where the training is in its images is no dict with a list of those that are left out")
         numbers: list[Any] = [state.get(name) for name in ("images", "seed", "epoch", "step", "position")]
-        if wrong := [number for number in (*numbers, *state["skipped"]) if type(number) is not int]:
+        if wrong := [value for value in (*numbers, *state["skipped"]) if type(value) is not int]:
             raise TypeError(f"{str(wrong[0])[:20]!r} is no number of an image, epoch or step")
         images, seed, epoch, step, position = numbers
         if not (0 <= step <= position <= images and 0 <= epoch < _MOST and abs(seed) < 1 << 64):
@@ -183,7 +183,7 @@ class _MicroBatchShard:
     def make_read_requests(self, name: str, step: Sequence[Sample]) -> list[ReadRequest]:
         """Return one request per image, in the order of `places`."""
         tile = self.tile
-        drawn = [step[place] for place in self.places]
+        drawn = [step[position] for position in self.places]
         return [ReadRequest(name, index, tile, draw if tile else None) for index, draw in drawn]
 
 
@@ -248,8 +248,10 @@ class ShardReader:
                     )
                 )
             self._parts[count] = {
-                number: {name: _make_shard(*(places[number][name] for places in cut)) for name in cut[0][number]}
-                for number in cut[0]
+                micro_batch: {
+                    name: _make_shard(*(places[micro_batch][name] for places in cut)) for name in cut[0][micro_batch]
+                }
+                for micro_batch in cut[0]
             }
         return self._parts[count]
 
@@ -326,8 +328,8 @@ class ShardReader:
     def assemble(self, step: Sequence[Sample], read: Callable[[ReadRequest], Tensor]) -> Inputs:
         """Return this rank's shard of a step from the pieces that `read` returns."""
         shards: dict[int, dict[str, Tensor]] = {}
-        for number, parts in self.get_shards(len(step)).items():
-            shards[number] = {}
+        for micro_batch, parts in self.get_shards(len(step)).items():
+            shards[micro_batch] = {}
             for name, part in parts.items():
                 tensor = torch.stack([read(piece) for piece in part.make_read_requests(name, step)])
                 if name == "labels":
@@ -337,7 +339,7 @@ class ShardReader:
                     # (N,) or (N, h, w) is broadcast to the loss's shape, such as (N, 1, h, w).
                     ones = [1] * (len(part.shape) - tensor.dim())
                     tensor = tensor.view(len(tensor), *ones, *tensor.shape[1:]).expand(part.shape)
-                shards[number][name] = tensor
+                shards[micro_batch][name] = tensor
         return shards
 
 

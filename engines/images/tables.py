@@ -332,16 +332,16 @@ def _make_class_names(table: Path, labels: set[str]) -> list[str]:
     if not any(_NUMBER.fullmatch(label) for label in labels):
         return sorted(labels)
     classes = {label: _parse_class(label) for label in labels}
-    if large := [label for label, number in classes.items() if number is not None and number > _MOST_CLASSES]:
+    if large := [label for label, index in classes.items() if index is not None and index > _MOST_CLASSES]:
         raise ImageError(f"{table}: the label {large[0]:.20} is no class number: they go from 0 to {_MOST_CLASSES}.")
-    if others := sorted(label for label, number in classes.items() if number is None):
+    if others := sorted(label for label, index in classes.items() if index is None):
         examples = ", ".join(f"{label:.20}" for label in others[:_LISTED]) + ", ..." * (len(others) > _LISTED)
         raise ImageError(
             f"{table}: some labels are numbers, but {len(others)} of {len(labels)} different ones are no class numbers "
             f"({examples}), so that the order of the classes is not clear. Number all classes from 0, or give all "
             "labels in their order: names=(...)."
         )
-    return [str(number) for number in range(1 + max(number for number in classes.values() if number is not None))]
+    return [str(index) for index in range(1 + max(index for index in classes.values() if index is not None))]
 
 
 def _number_labels(labels: set[str], names: Sequence[str]) -> dict[str, int]:
@@ -350,7 +350,7 @@ def _number_labels(labels: set[str], names: Sequence[str]) -> dict[str, int]:
     >>> _number_labels({"07", "ill", ""}, ("None", "", "7"))
     {'None': 0, '7': 2, '07': 2}
     """
-    known = {name: number for number, name in enumerate(names) if name}
+    known = {name: index for index, name in enumerate(names) if name}
     parsed = {label: _parse_class(label) for label in labels - known.keys()}
-    other = {label: str(number) for label, number in parsed.items() if number is not None}
+    other = {label: str(index) for label, index in parsed.items() if index is not None}
     return known | {label: known[name] for label, name in other.items() if name in known}

@@ -151,7 +151,7 @@ def _list_levels(path: Path, layout: TiffLayout) -> list[tuple[TiffPage, ...]]:
     #                  -- SubIFD 1  1/4          page 2  1/4         page 3  1/16
     #
     # A level has as many pages as the base: with a page per channel, each of them lists its own SubIFDs.
-    named = [list_sub_pages(place, page) for place, page in zip(layout.paths, layout.base, strict=True)]
+    named = [list_sub_pages(page_path, page) for page_path, page in zip(layout.paths, layout.base, strict=True)]
     coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
     levels = [layout.base]
     for group in sorted(coarser, key=lambda group: -group[0].imagewidth):

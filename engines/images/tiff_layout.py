@@ -253,4 +253,4 @@ def find_alpha_channel(page: TiffPage) -> int | None:
     """Return the index of the alpha channel (ExtraSamples 1 or 2: TIFF 6.0, p. 31), or None if there is none."""
     extras = [int(extra) for extra in page.extrasamples]
     first = get_colour_count(page)
-    return next((first + place for place, extra in enumerate(extras) if extra in (MULTIPLIED, ALPHA)), None)
+    return next((first + index for index, extra in enumerate(extras) if extra in (MULTIPLIED, ALPHA)), None)

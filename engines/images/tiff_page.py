@@ -77,13 +77,13 @@ def find_empty_number(path: Path, page: TiffPage, base: TiffPage) -> float:
         return 0
     text, dtype = str(stated).strip("\0 \n"), np.dtype(page.dtype)
     try:
-        number = int(text) if text.lstrip("-").isdigit() else float(text)
+        nodata = int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
-        number = math.nan
+        nodata = math.nan
     most = (1 << int(page.bitspersample)) - 1 if dtype.kind in "bu" else np.iinfo(dtype).max if dtype.kind == "i" else 0
     least = np.iinfo(dtype).min if dtype.kind == "i" else 0
-    if dtype.kind == "f" or (least <= number <= most and number == int(number)):
-        return number
+    if dtype.kind == "f" or (least <= nodata <= most and nodata == int(nodata)):
+        return nodata
     raise ImageError(
         f"{path} leaves out blank tiles, whose pixels are NODATA = {text[:40]!r} (tag 42113), and its pixels of "
         f"{page.bitspersample} bits hold no such number. Write its tiles out: "
@@ -194,12 +194,12 @@ class TiffPageReader:
         """Read only the wanted bytes of an uncompressed segment."""
         deep, wide = self.channels // self._planes, self.segment[1]
         pixels = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
-        for number, row in enumerate(range(rows.start, rows.stop)):
+        for out_row, row in enumerate(range(rows.start, rows.stop)):
             start = (row * wide + cols.start) * deep * self.dtype.itemsize
-            if start + pixels[number].nbytes > self._counts[index]:
+            if start + pixels[out_row].nbytes > self._counts[index]:
                 raise make_damaged_error(self.path, f"segment {index} ends in row {row}")
-            line = os.pread(self._fd, pixels[number].nbytes, int(self._offsets[index]) + start)
-            pixels[number] = np.frombuffer(line, self._stored).reshape(pixels[number].shape)
+            line = os.pread(self._fd, pixels[out_row].nbytes, int(self._offsets[index]) + start)
+            pixels[out_row] = np.frombuffer(line, self._stored).reshape(pixels[out_row].shape)
         return pixels
 
     def _decode_segment(self, index: int) -> NDArray[Any]:

@@ -217,8 +217,8 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     sides = array.shards or array.chunks
     most, most_unpacked = (math.prod(part) * array.dtype.itemsize for part in (sides, array.chunks))
     packer = next((name for name in _list_codec_names(array) if name in _PACKERS), None)
-    for place in product(*map(_find_chunks, wanted, array.shape, sides)):
-        file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
+    for chunk_index in product(*map(_find_chunks, wanted, array.shape, sides)):
+        file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(chunk_index))
         if not os.path.lexists(file):  # a blank chunk
             continue
         is_stored = True
@@ -226,7 +226,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
         if size > most + _SLACK_BYTES:
             raise _make_bomb_error(path, file, size - _SLACK_BYTES, most)
         with open_regular(file) as stored:
-            for start, length in _locate_chunks(path, array, file, stored, size, place, wanted):
+            for start, length in _locate_chunks(path, array, file, stored, size, chunk_index, wanted):
                 unpacked = _estimate_unpacked_bytes(packer, stored, start, length, most_unpacked)
                 holds = max(length - _SLACK_BYTES, unpacked)
                 if holds > most_unpacked + (0 if packer else _SLACK_BYTES):
@@ -246,7 +246,7 @@ def _get_shard_grid(array: Any) -> ChunkIndex:
 
 
 def _locate_chunks(
-    path: Path, array: Any, file: Path, stored: BinaryIO, size: int, place: ChunkIndex, wanted: Wanted
+    path: Path, array: Any, file: Path, stored: BinaryIO, size: int, chunk_index: ChunkIndex, wanted: Wanted
 ) -> Iterator[tuple[int, int]]:
     """Yield the offset and length in bytes of each wanted chunk in a file (Zarr 3, sharding codec)."""
     if not array.shards:
@@ -265,8 +265,8 @@ def _locate_chunks(
         raise make_damaged_error(path, f"its chunk {file.name} has {size} bytes, and an index of {length}")
     stored.seek(0 if str(settings.get("index_location", "end")) == "start" else size - length)
     index = np.frombuffer(stored.read(16 * count), "<u8").reshape(*_get_shard_grid(array), 2)
-    for inner in product(*map(_find_chunks, wanted, array.shape, array.chunks, array.shards, place)):
-        start, length = (int(number) for number in index[inner])
+    for inner in product(*map(_find_chunks, wanted, array.shape, array.chunks, array.shards, chunk_index)):
+        start, length = map(int, index[inner])
         if start == length == _NO_CHUNK:
             continue
         if start + length > size:

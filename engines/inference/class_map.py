@@ -30,8 +30,8 @@ def make_colours(count: int) -> NDArray[np.uint8]:
     """
     more = range(len(_COLOURS), count)
     colours = [tuple(bytes.fromhex(text)) for text in _COLOURS[:count]]
-    for number in more:
-        colour = colorsys.hsv_to_rgb(number * _GOLDEN % 1, 0.5 + 0.15 * (number % 4), 0.6 + 0.2 * (number % 3))
+    for index in more:
+        colour = colorsys.hsv_to_rgb(index * _GOLDEN % 1, 0.5 + 0.15 * (index % 4), 0.6 + 0.2 * (index % 3))
         colours.append(tuple(round(255 * part) for part in colour))
     return np.array(colours, np.uint8).reshape(-1, 3)
 

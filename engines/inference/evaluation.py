@@ -84,7 +84,7 @@ class RankEvaluation(RankPrediction):
 
     def predict(self, numbers: Sequence[int]) -> PredictedBatch:
         """Predict one step, of the images with these numbers."""
-        step = [(number, None) for number in numbers]
+        step = [(index, None) for index in numbers]
         bad: dict[int, str] = {}
         read: dict[ShardReader, dict[ReadRequest, Tensor]] = {self.own: {}}
         if self.labels is not None:
@@ -97,7 +97,7 @@ class RankEvaluation(RankPrediction):
                     bad[piece.index] = describe_read_error(self.images.name(piece.index), error)
         # All ranks must agree before anyone predicts: a rank that cannot read its pixels would leave the others waiting
         # in the first exchange. Reversed, so that the text of the lowest rank wins.
-        unreadable = {number: text for texts in reversed(self.world.all_gather(bad)) for number, text in texts.items()}
+        unreadable = {index: text for texts in reversed(self.world.all_gather(bad)) for index, text in texts.items()}
         if unreadable:
             return PredictedBatch({}, None, unreadable)
         inputs = {part: part.assemble(step, pieces.__getitem__) for part, pieces in read.items()}
@@ -159,9 +159,9 @@ class HeldOutSet:
                 f"one, by what the model answers in evaluation mode: let the loss take that, or {remedy}"
             ) from error
         # A loss that takes a tensor and the whole output alike would be another one by the tensor alone.
-        if (given := self._alone.loss_input) != "Tensor":
+        if (loss_input := self._alone.loss_input) != "Tensor":
             raise TraceError(
-                f"{loss} takes the whole {given} that the model answers with, but held-out images are "
+                f"{loss} takes the whole {loss_input} that the model answers with, but held-out images are "
                 f"evaluated by its prediction alone. Let the model answer with a tensor in evaluation mode, or {remedy}"
             )
         _ = self._weights  # traces the loss of two images where it needs that
@@ -256,7 +256,7 @@ class HeldOutSet:
                 raise ImageError(next(iter(unreadable.values())))
             bad.update(unreadable)
             # A step with a bad image has no predictions: the same step is tried again without that image.
-            waiting = [number for number in waiting if number not in unreadable] if unreadable else waiting[size:]
+            waiting = [index for index in waiting if index not in unreadable] if unreadable else waiting[size:]
             if not unreadable:
                 yield len(members), answers
 

@@ -62,10 +62,10 @@ class _ScratchArray:
 
     def write(self, tile: Tile, pixels: NDArray[Any]) -> None:
         for row, line in zip(range(tile.rows.start, tile.rows.stop), pixels, strict=True):
-            left, place = memoryview(np.ascontiguousarray(line).tobytes()), self._compute_offset(row, tile)
+            left, offset = memoryview(np.ascontiguousarray(line).tobytes()), self._compute_offset(row, tile)
             while left:  # on a disk that fills up, the first write may be short; the next one raises the error
-                done = os.pwrite(self.file.fileno(), left, place)
-                left, place = left[done:], place + done
+                done = os.pwrite(self.file.fileno(), left, offset)
+                left, offset = left[done:], offset + done
 
     def read(self, tile: Tile) -> NDArray[Any]:
         pixels = np.empty((*tile.shape, self.shape[2]), self.dtype)
