@@ -151,13 +151,13 @@ _STEPS, _VALUES = (17, 31, 7919, 104_729), 1021  # primes: neighbouring pixels, 
 
 def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int = 0) -> Tensor:
     """Return the pixels of `tile`, which may exceed the image: (N, C, h, w), integers from -510 to 510."""
-    places = [range(exchange.shape[0]), range(exchange.shape[1])]
-    places += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
+    ranges = [range(exchange.shape[0]), range(exchange.shape[1])]
+    ranges += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
     # value = (salt * 127 + n * 17 + c * 31 + y * 7919 + x * 104729) mod 1021 - 510, one axis after another by
     # broadcasting. Coordinates beyond the image count on as usual, so that a window has a pattern all around.
     total = torch.tensor(salt * 127)
-    for axis, (step, place) in enumerate(zip(_STEPS, places, strict=True)):
-        total = total + (torch.tensor(place) * step).view(-1, *(1,) * (3 - axis))
+    for axis, (step, coordinates) in enumerate(zip(_STEPS, ranges, strict=True)):
+        total = total + (torch.tensor(coordinates) * step).view(-1, *(1,) * (3 - axis))
     values = total.remainder_(_VALUES).sub_(_VALUES // 2).to(device, getattr(torch, exchange.dtype))
     return values.contiguous(memory_format=choose_memory_format(4))
 
@@ -170,8 +170,8 @@ def _make_place(tile: Tile, frame: Tile) -> Index:
 def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     """Check that every window and gradient is bitwise right, and that <Fx, y> = <x, F*y>; collective."""
     exchange, device = runner.exchange, runner.device
-    own, frame = exchange.own_tile, exchange.window_tile
-    pixels = make_pattern(exchange, own, device)
+    own_tile, frame = exchange.own_tile, exchange.window_tile
+    pixels = make_pattern(exchange, own_tile, device)
     grad = make_pattern(exchange, frame, device, salt=1 + world.rank)
     windows = world.all_gather(frame)
     # Forward F puts the neighbours' borders around a tile, backward F* adds up the gradients of all copies of a pixel:
@@ -190,8 +190,8 @@ def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     # The gradients of this rank's pixels, summed over all windows that contain them.
     expected_grad = torch.zeros_like(pixels)
     for rank, window in enumerate(windows):
-        if seen := window & own:
-            expected_grad[_make_place(seen, own)] += make_pattern(exchange, seen, device, salt=1 + rank)
+        if seen := window & own_tile:
+            expected_grad[_make_place(seen, own_tile)] += make_pattern(exchange, seen, device, salt=1 + rank)
     source_grad = torch.zeros_like(source) if source.grad is None else source.grad
     right = (
         torch.equal(copied, expected)
@@ -239,8 +239,8 @@ class ManualExchange:
         self.tile = self.window[_make_place(exchange.own_tile, frame)]
 
         def make_strip(move: Move) -> _StripBuffer:
-            place = _make_place(move.tile, frame)
-            pixels, grad = self.window[place], self.grad[place]
+            index = _make_place(move.tile, frame)
+            pixels, grad = self.window[index], self.grad[index]
             buffer = torch.empty(pixels.shape, dtype=dtype, memory_format=torch.channels_last)
             # MPI reads and writes the buffer, which is pinned if a GPU copies to it.
             return _StripBuffer(pixels, grad, buffer.pin_memory() if pixels.is_cuda else buffer)

@@ -59,14 +59,14 @@ def time_interleaved(
     trainings: Sequence[RankTraining],
     own: Inputs,
     times: int,
-    after: Callable[[int], object] = lambda number: None,
+    after: Callable[[int], object] = lambda index: None,
 ) -> list[list[float]]:
-    """Return the seconds of each step of each training. `after` is called after each with its training's number."""
+    """Return the seconds of each step of each training. `after` is called after each with its training's index."""
     seconds: list[list[float]] = [[] for _ in trainings]
     for _ in range(times):
-        for number, training in enumerate(trainings):
-            seconds[number].append(time_rank_step(world, training, own))
-            after(number)
+        for index, training in enumerate(trainings):
+            seconds[index].append(time_rank_step(world, training, own))
+            after(index)
     return seconds
 
 

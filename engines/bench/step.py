@@ -75,9 +75,9 @@ def bench_step(
     alone = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe) if world.rank == 0 else None
     threads = count_cores()
     ranks_s, alone_s, spent = [], [], dict.fromkeys(PHASES, 0.0)
-    for number in range(iterations + 1):
+    for iteration in range(iterations + 1):
         ranks_s.append(time_rank_step(world, training, inputs))
-        add_by_phase(spent, training.report.events if number else ())
+        add_by_phase(spent, training.report.events if iteration else ())
         if in_turns:
             training.start({})  # release the tensors of the last step
             trim_memory()

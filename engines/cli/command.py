@@ -147,8 +147,8 @@ def _print_error(world: World, text: str) -> None:
 def run_verify(world: World, arguments: Sequence[str]) -> Mapping[str, object]:
     """Compare a plan on the ranks with one process, in float64 unless the flags name a precision."""
     flags = options.make_parser("Compare a plan on the ranks with the plain model in one process, with cross-entropy.")
-    given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
-    chosen = flags.parse_args([*([] if given else ["--dtype", "float64"]), *arguments])
+    has_precision = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
+    chosen = flags.parse_args([*([] if has_precision else ["--dtype", "float64"]), *arguments])
     model, recipe = options.make_recipe(chosen, world.size, world)
     return verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
 

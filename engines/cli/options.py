@@ -120,8 +120,8 @@ def parse_seed(text: str) -> int:
 def _parse_number(kind: Callable[[str], Number], text: str, low: float, high: float, expected: str) -> Number:
     # Of a ValueError argparse would show the name of the function, and not its message.
     with suppress(ValueError):
-        if low <= (number := kind(text)) <= high:
-            return number
+        if low <= (value := kind(text)) <= high:
+            return value
     raise argparse.ArgumentTypeError(f"{text!r} must be {expected}.")
 
 
@@ -225,14 +225,14 @@ def build_model(options: argparse.Namespace) -> nn.Module:
         with suppress(TypeError, ValueError):  # some callables written in C have no signature
             takes = tuple(inspect.signature(make).parameters)
         known = {name: value for name, value in sizes.items() if value is not None and name in takes}
-    for flag, given, names in (
+    for flag, value, names in (
         ("--num-layers", options.num_layers, ("num_layers", "depth")),
         ("--num-filters", options.num_filters, ("num_filters",)),
     ):
         # A resnet of the predecessor's commands is given the width of the amoebanet as well.
-        if given is not None and not any(name in known for name in names) and options.model != "resnet":
+        if value is not None and not any(name in known for name in names) and options.model != "resnet":
             raise PlanError(
-                f"{flag} {given} has no effect: {path} takes no {' or '.join(names)}. Leave it out or use --model-args."
+                f"{flag} {value} has no effect: {path} takes no {' or '.join(names)}. Leave it out or use --model-args."
             )
     try:
         arguments = json.loads(options.model_args)

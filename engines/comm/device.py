@@ -227,8 +227,8 @@ def _read_limits(
         group = next((path.strip("/") for _, controllers, path in entries if controller in controllers.split(",")), "")
         # A limit on any group above holds for this process, too: a job's limit is often set two levels up.
         top = groups / controller
-        place = top / group
-        for folder in (place, *place.parents):
+        group_folder = top / group
+        for folder in (group_folder, *group_folder.parents):
             limits = " ".join(_read_text(folder / name) for name in names).split()
             if len(limits) == count and all(map(str.isdecimal, limits)):  # skips "max" and -1: no limit
                 yield tuple(map(int, limits))

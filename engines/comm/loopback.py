@@ -109,8 +109,8 @@ class _PendingReceive:
         self.mail, self.expected = mail, expected
 
     def wait(self) -> None:
-        for place, tensor in self.expected:
-            letter = self.mail.fetch(place)
+        for key, tensor in self.expected:
+            letter = self.mail.fetch(key)
             # MPI rejects a message that is too long; `copy_` alone would broadcast one that is too short.
             if tensor.shape != letter.shape:
                 sizes = f"{tuple(letter.shape)} came where {tuple(tensor.shape)}"
@@ -120,7 +120,7 @@ class _PendingReceive:
 
     def is_completed(self) -> bool:
         # All or none: once every message of the request is here, no fetch can block.
-        if not all(self.mail.has(place) for place, _ in self.expected):
+        if not all(self.mail.has(key) for key, _ in self.expected):
             return False
         self.wait()
         return True

@@ -250,10 +250,10 @@ class MpiWorld(World):
         """Return the values of all ranks, each sent by `pack_value`; collective."""
         # Free abandoned requests that have completed meanwhile. Over a copy: garbage collection may add requests
         # (`_Requests.__del__`), or another thread remove them.
-        for number, (requests, _) in _left.copy().items():
+        for key, (requests, _) in _left.copy().items():
             if all(map(_is_complete, requests)):
                 _free_requests(requests)
-                _left.pop(number, None)
+                _left.pop(key, None)
         # A rank that is early sleeps in the barrier, so that the polls for the messages after it are few.
         self.barrier()
         return super().all_gather(value)

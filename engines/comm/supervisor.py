@@ -97,8 +97,8 @@ class _Supervisor:
     def report_event(self, event: str, **facts: object) -> None:
         """Write an event with the rank's status, as one line that other output cannot split."""
         now, for_s = self.board.read(), round(time.monotonic() - self.board.since_s, 3)
-        place = {"text": now.text, "step": now.step, "waits": now.waits} if now else {"text": ""}
-        self._write({"rank": self.rank, "event": event, **place, "for_s": for_s, **facts})
+        status = {"text": now.text, "step": now.step, "waits": now.waits} if now else {"text": ""}
+        self._write({"rank": self.rank, "event": event, **status, "for_s": for_s, **facts})
 
     def _write(self, line: dict[str, object]) -> None:
         self.reported_s = time.monotonic()
@@ -107,11 +107,11 @@ class _Supervisor:
 
 
 def _find_launcher_socket() -> list[int]:
-    """Return the number of the open socket by which a launcher of MPICH's kind (Hydra, Slurm) talks to MPI, if any."""
+    """Return the descriptor of the socket by which a launcher of MPICH's kind (Hydra, Slurm) talks to MPI, if any."""
     with suppress(KeyError, ValueError, OSError):  # the variable may be left over from another launcher
-        number = int(os.environ["PMI_FD"])
-        os.fstat(number)
-        return [number]
+        descriptor = int(os.environ["PMI_FD"])
+        os.fstat(descriptor)
+        return [descriptor]
     return []
 
 
@@ -134,10 +134,10 @@ def main(command: Sequence[str]) -> None:
     # Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code.
     if code:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump: the rank may have written one
-        number = -code if code < 0 else signal.SIGKILL
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal_number = -code if code < 0 else signal.SIGKILL
+        if signal_number != signal.SIGKILL:
+            signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
 
 
 if __name__ == "__main__":

@@ -219,10 +219,10 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
     #   rank 1: work succeeds    None ------------+--> all_gather: both raise kind("no such file")
     #
     # Without this exchange, rank 1 would go on to its next collective call, and wait there for rank 0.
-    made: Made | None = None
+    result: Made | None = None
     failure: Mpi4dlError | None = None
     try:
-        made = work()
+        result = work()
     except Mpi4dlError as error:
         failure = error
     except OSError as error:
@@ -231,19 +231,19 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
         if failure:
             raise copy(first_failure) from None
         raise copy(first_failure) from make_released_error()  # ranks in threads share the exception object
-    return made  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
 def run_on_first(world: World, work: Callable[[], Made]) -> Made:
     """Return on every rank what `work` makes on rank 0; collective. If it fails there, every rank raises its error."""
-    made: Made | None = None
+    result: Made | None = None
     failure: Mpi4dlError | None = None
     if world.rank == 0:
         try:
-            made = work()
+            result = work()
         except Mpi4dlError as error:
             failure = error
-    outcome = all_gather_or_raise(world, failure or made, failure)[0]
+    outcome = all_gather_or_raise(world, failure or result, failure)[0]
     if isinstance(outcome, Mpi4dlError):
         if failure:  # on rank 0: its own error, with its traceback
             raise failure

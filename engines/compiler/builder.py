@@ -161,11 +161,11 @@ class Builder(ValueLayouts):
             (self.get_output_tiles(out_px), rules),
             lambda outputs, rules: {rank: compute_window(tile, rules) for rank, tile in outputs.items()},
         )
-        given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
+        inputs = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
         source = ref
         if self._from is not None:
             source = self._from
-        elif self.memo.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
+        elif self.memo.get_or_compute(("lacks", self._node, ref.name), inputs, _needs_exchange):
             # Fused halos: all nodes of the group that read this value share one wider window.
             shared = self.extended.get_fetched(self._node, ref.name)
             tiles, beyond = (shared, 0.0) if shared else (wanted, fill)

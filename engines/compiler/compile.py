@@ -49,8 +49,8 @@ def make_buckets(
             part.append(name)
             filled = sum(graph.weights[weight].bytes for weight in part)
             if filled >= bucket_bytes or name == names[-1]:
-                number = len(buckets)
-                buckets.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
+                index = len(buckets)
+                buckets.append(SumGradients(f"gradients{index}", tuple(part), filled, group, tag + 2 * index))
                 part = []
     return tuple(buckets)
 

@@ -205,4 +205,4 @@ class _Probe:
             return [result]
         readers = (other for other in self.b.graph.nodes if other.operator == "getitem")
         picked = {reader.arguments["1"] for reader in readers if self.node.name in reader.reads}
-        return [result[number] for number in sorted(picked)]
+        return [result[index] for index in sorted(picked)]

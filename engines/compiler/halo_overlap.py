@@ -62,8 +62,10 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     out, part = outputs[b.rank], f"{node.name}.interior"
     with b.restrict_node(source, part, inner[b.rank]):
         lower(b, replace(node, name=part))
-    axes, place = b.values[part].axes, _compute_range(inner[b.rank], out)
-    begun = b.add_local_op(f"{part}.begun", "tile.begun", Ref(part), out.shape, place, axes, like=node.spec, axes=axes)
+    axes, interior_range = b.values[part].axes, _compute_range(inner[b.rank], out)
+    begun = b.add_local_op(
+        f"{part}.begun", "tile.begun", Ref(part), out.shape, interior_range, axes, like=node.spec, axes=axes
+    )
     begun = b.hold(b.get_value(begun), out)
     if started:
         # The flush ends the segment with the interior, which runs between the two halves of the exchange.
@@ -76,9 +78,9 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     for name, (strip, _), border in zip(names, b.strips[key], borders, strict=True):
         with b.restrict_node(Ref(strip), name, border):
             lower(b, replace(node, name=name))
-    axes, places = b.get_value(begun).axes, tuple(_compute_range(border, out) for border in borders)
+    axes, border_ranges = b.get_value(begun).axes, tuple(_compute_range(border, out) for border in borders)
     pieces = [Ref(name) for name in names]
-    b.add_local_op(node.name, "tile.completed", begun, pieces, places, axes, like=node.spec, axes=axes)
+    b.add_local_op(node.name, "tile.completed", begun, pieces, border_ranges, axes, like=node.spec, axes=axes)
 
 
 def _find_interiors(b: Builder, source: Ref, borrowed: HaloRead, outputs: Mapping[int, Tile]) -> dict[int, Tile]:
@@ -163,13 +165,13 @@ class _BorderInsertion(torch.autograd.Function):
         # `data` has a version counter of its own, so autograd does not notice the write. That is safe: no operator has
         # read the area around the interior. Compilers track values only, hence the clone.
         whole = begun.clone() if torch.compiler.is_compiling() else begun.data
-        for place, border in zip(places, borders, strict=True):
-            cut_spans(whole, axes, place).copy_(border)
+        for border_range, border in zip(places, borders, strict=True):
+            cut_spans(whole, axes, border_range).copy_(border)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.view_as(grad), None, None, *(cut_spans(grad, ctx.axes, place) for place in ctx.places)
+        return grad.view_as(grad), None, None, *(cut_spans(grad, ctx.axes, border_range) for border_range in ctx.places)
 
 
 register_kernel("tile.begun")(_InteriorEmbedding.apply)

@@ -282,10 +282,10 @@ def _find_uncounted_labels(
             "No label counts: the loss divides by what the labels of the whole batch count, and that is 0 (all are "
             "ignored, masked, or of a class of weight 0). In plain PyTorch it is nan too. Leave such batches out.",
         )
-    for number, state in worker.micro_batch_states.items():
+    for index, state in worker.micro_batch_states.items():
         # Where totals are taken over the whole batch, a micro-batch without labels does no harm.
         held = state.inputs.get("labels")
-        if counting.totals or held is None or micro_batch not in (None, number):
+        if counting.totals or held is None or micro_batch not in (None, index):
             continue
         labels = state.fetch(held)
         whole = labels.shape == graph.inputs["labels"].shape
@@ -296,23 +296,23 @@ def _find_uncounted_labels(
             if not numbers.get_counted_mask(_cut_part(graph, numbers.part, labels)).any():
                 yield NonFiniteCause(
                     LABELS,
-                    f"No label of {_describe_micro_batch(worker, number)} counts: all are {numbers.ignored}, which the "
+                    f"No label of {_describe_micro_batch(worker, index)} counts: all are {numbers.ignored}, which the "
                     "loss ignores. Its mean is over none, and nan in plain PyTorch too. Leave such batches out.",
                     counting.sharers,  # each of them holds a shard of the labels
                 )
 
 
 def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
-    for number, state in worker.micro_batch_states.items():
+    for index, state in worker.micro_batch_states.items():
         for name, tensor in state.inputs.items():
-            if tensor is None or micro_batch not in (None, number):  # released, or of another micro-batch
+            if tensor is None or micro_batch not in (None, index):  # released, or of another micro-batch
                 continue
             if bad := _count_non_finite(state.fetch(tensor)):
                 where = LABELS if name == "labels" else IMAGES
                 what = "1 value" if bad == 1 else f"{bad} values"
                 verb = "is" if bad == 1 else "are"
                 yield NonFiniteCause(
-                    where, f"{what} of the {name} of {_describe_micro_batch(worker, number)} {verb} not finite."
+                    where, f"{what} of the {name} of {_describe_micro_batch(worker, index)} {verb} not finite."
                 )
 
 

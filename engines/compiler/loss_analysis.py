@@ -204,8 +204,8 @@ class LossAnalysis:
                 return BatchAggregation(AggregationKind.UNKNOWN)
             return replace(CONSTANT, known=name not in self.graph.trainable)
         spec, images = self.graph.specs.get(name), self.graph.inputs["images"].shape[0]
-        given = name in self.graph.inputs or name in self.graph.answers
-        if given and spec is not None and spec.shape[:1] == (images,):
+        is_given = name in self.graph.inputs or name in self.graph.answers
+        if is_given and spec is not None and spec.shape[:1] == (images,):
             return BatchAggregation(AggregationKind.ROWS, known=name == "labels")
         return BatchAggregation(AggregationKind.UNKNOWN)
 

@@ -202,82 +202,84 @@ def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     divides = node.short_operator.startswith(("div", "true_divide"))
     if node.arguments.get("rounding_mode"):
         return propagate_pointwise(a, node)
-    one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
-    if one is None or two is None:
+    left, right = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
+    if left is None or right is None:
         return None
     # labels.sum() * x.sum():    linear in x if the first is the total of all micro-batches, which is known before
     # x.sum() / labels.sum():    likewise
     # w * x.sum():               linear as it is
     # x.sum() * z.sum():         unknown: neither sum is known before
-    one, two = _resolve_factors(a, node, one, two, divides)
+    left, right = _resolve_factors(a, node, left, right, divides)
     # sum_i(x_i) * c = sum_i(x_i * c) holds only for a factor c that is the same for all micro-batches.
-    if AggregationKind.SUM in (one.kind, two.kind) and (one.kind, two.kind).count(AggregationKind.SAME) != 1:
+    if AggregationKind.SUM in (left.kind, right.kind) and (left.kind, right.kind).count(AggregationKind.SAME) != 1:
         return None
-    if divides and two.kind is AggregationKind.SUM:
+    if divides and right.kind is AggregationKind.SUM:
         return None
-    degree = one.degree - two.degree if divides else one.degree + two.degree
-    main = one if two.kind is AggregationKind.SAME else two
-    combined = main.combine(one, two, degree=degree)
+    degree = left.degree - right.degree if divides else left.degree + right.degree
+    main = left if right.kind is AggregationKind.SAME else right
+    combined = main.combine(left, right, degree=degree)
     first, second = node.arguments["self"], node.arguments["other"]
-    if divides and two.derived:  # "?" stands for a denominator that is computed from totals, but is not one itself
+    if divides and right.derived:  # "?" stands for a denominator that is computed from totals, but is not one itself
         is_total = isinstance(second, Ref) and second.name in a.totals | a.wanted
-        combined = replace(combined, over=one.over | {second.name if is_total else "?"})
+        combined = replace(combined, over=left.over | {second.name if is_total else "?"})
     if combined.kind is not AggregationKind.ROWS:
         return combined
-    operands = {ref.name: share for ref, share in ((first, one), (second, two)) if isinstance(ref, Ref)}
+    operands = {ref.name: share for ref, share in ((first, left), (second, right)) if isinstance(ref, Ref)}
     return make_rows(combined, a.find_aligned_axis(node, operands))
 
 
 def _resolve_factors(
-    a: LossAnalysis, node: Node, one: BatchAggregation, two: BatchAggregation, divides: bool
+    a: LossAnalysis, node: Node, left: BatchAggregation, right: BatchAggregation, divides: bool
 ) -> tuple[BatchAggregation, BatchAggregation]:
     """Replace known sums by their totals where linearity does not cover them.
 
     A denominator is always replaced. A factor is replaced unless the other one is a constant.
     """
 
-    def resolve_operand(argument: str, own: BatchAggregation) -> BatchAggregation:
+    def resolve_operand(argument: str, aggregation: BatchAggregation) -> BatchAggregation:
         ref = node.arguments[argument]
-        return a.resolve_total(ref.name) if isinstance(ref, Ref) else own
+        return a.resolve_total(ref.name) if isinstance(ref, Ref) else aggregation
 
     if divides:
-        two = resolve_operand("other", two)
-    if two.kind is not AggregationKind.SAME or two.derived:
-        one = resolve_operand("self", one)
-    if one.kind is not AggregationKind.SAME or one.derived:
-        two = resolve_operand("other", two)
-    return one, two
+        right = resolve_operand("other", right)
+    if right.kind is not AggregationKind.SAME or right.derived:
+        left = resolve_operand("self", left)
+    if left.kind is not AggregationKind.SAME or left.derived:
+        right = resolve_operand("other", right)
+    return left, right
 
 
 @aggregates("add", "sub", "subtract", "rsub")
 def propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a sum or difference; sums over the batch may be added to means over it."""
-    one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
-    if one is None or two is None or a.get_number_aggregation(node, "alpha") != CONSTANT:
+    left, right = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
+    if left is None or right is None or a.get_number_aggregation(node, "alpha") != CONSTANT:
         return None
-    kinds = {one.kind, two.kind}
+    kinds = {left.kind, right.kind}
     if AggregationKind.ROWS in kinds or (kinds == {AggregationKind.SAME}):
-        return propagate_pointwise(a, node) if one.degree == two.degree == 0 or AggregationKind.SUM in kinds else None
+        return (
+            propagate_pointwise(a, node) if left.degree == right.degree == 0 or AggregationKind.SUM in kinds else None
+        )
     # A value that is the same for all M micro-batches is the sum of them, divided by M once more.
-    one, two = (
+    left, right = (
         replace(share, kind=AggregationKind.SUM, degree=share.degree + 1)
         if share.kind is AggregationKind.SAME
         else share
-        for share in (one, two)
+        for share in (left, right)
     )
-    if one.degree == two.degree:
-        return one.combine(two)
-    if one.known and two.known:
+    if left.degree == right.degree:
+        return left.combine(right)
+    if left.known and right.known:
         return propagate_pointwise(a, node)
     # A sum (degree 0) and a mean (degree 1). The rewritten graph multiplies the sum by M, which makes it a mean, too:
     # sum_i(x_i) + sum_i(y_i) / M = sum_i(M * x_i + y_i) / M.
-    for argument, share in (("self", one), ("other", two)):
+    for argument, share in (("self", left), ("other", right)):
         ref = node.arguments[argument]
         if share.degree not in (0, 1) or (share.degree == 0 and not isinstance(ref, Ref)):
             return None
         if share.degree == 0:
             a.scaled.add((node.name, ref.name))
-    return one.combine(two, degree=1)
+    return left.combine(right, degree=1)
 
 
 @aggregates("sum", "mean")
@@ -304,22 +306,22 @@ def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None
 
     The denominator of a mean over class numbers depends on the labels: the node is added to `ratios`.
     """
-    given = node.arguments
-    if len(a.get_spec(given["self"]).shape) < 2:  # the classes of a single image
+    arguments = node.arguments
+    if len(a.get_spec(arguments["self"]).shape) < 2:  # the classes of a single image
         return None
-    scores, labels = a.get_aggregation(given["self"].name), a.resolve_total(given["target"].name)
-    weight = a.resolve_total(given["weight"].name) if isinstance(given["weight"], Ref) else CONSTANT
+    scores, labels = a.get_aggregation(arguments["self"].name), a.resolve_total(arguments["target"].name)
+    weight = a.resolve_total(arguments["weight"].name) if isinstance(arguments["weight"], Ref) else CONSTANT
     rows = all(
         share.kind is AggregationKind.ROWS and share.axis == 0 and share.degree == 0 for share in (scores, labels)
     )
     if not rows or weight.kind is not AggregationKind.SAME or weight.degree:
         return None
     combined = scores.combine(labels, weight)
-    if given["reduction"] == NONE:
+    if arguments["reduction"] == NONE:
         return combined
-    if given["reduction"] == SUM:
+    if arguments["reduction"] == SUM:
         return replace(combined, kind=AggregationKind.SUM)
-    if a.get_spec(given["target"]).is_floating:  # class probabilities: a mean over the images' pixels
+    if a.get_spec(arguments["target"]).is_floating:  # class probabilities: a mean over the images' pixels
         return replace(combined, kind=AggregationKind.SUM, degree=1, over=frozenset({""}))
     if not (labels.known and weight.known):
         return None

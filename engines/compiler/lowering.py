@@ -122,9 +122,9 @@ class Lowering:
             builder.end_nodes()
             for crossing in self.crossings:
                 if crossing.source == role.stage:
-                    own = builder.crop_to_own(Ref(crossing.value))
-                    builder.split_axes(own)
-                    self._add_transfer(builder, role, crossing, builder.get_value(own))
+                    cropped = builder.crop_to_own(Ref(crossing.value))
+                    builder.split_axes(cropped)
+                    self._add_transfer(builder, role, crossing, builder.get_value(cropped))
             self._builders[role] = builder
         return self._builders[role]
 
@@ -202,10 +202,10 @@ class Lowering:
             if isinstance(fused, str):
                 work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
                 sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
-                numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+                numbers = [group for group, size in enumerate(sizes) for _ in range(size)]
             else:
                 numbers = [index // fused for index in range(len(names))]
-            groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
+            groups = {name: group for group, layer in zip(numbers, names, strict=True) for name in layer}
             # The prediction has a group of its own: the loss, and a caller that collects the prediction, read the own
             # tile of each rank, even if later layers read more.
             groups |= {self.graph.prediction: -1}

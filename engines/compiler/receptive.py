@@ -142,7 +142,7 @@ class ReceptiveFields:
                 for spans in self._find_windows(node.name, name, layout.size_px, whole):
                     read = tuple(known.read(*span) for known, span in zip(fields[name], spans, strict=True))
                     before = fields.get(node.name, read)
-                    fields[node.name] = tuple(one | other for one, other in zip(before, read, strict=True))
+                    fields[node.name] = tuple(old | new for old, new in zip(before, read, strict=True))
         return fields
 
     def _find_windows(
@@ -176,12 +176,12 @@ class ReceptiveFields:
 
 def _apply_rule(rule: SpanRule, count: int, limit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where each of `count` outputs starts and stops to read, within 0 to `limit`."""
-    numbers = np.arange(count)
+    outputs = np.arange(count)
     if getattr(rule, "elementwise", False):
-        span = rule(Span(numbers, numbers + 1))  # type: ignore[arg-type]
+        span = rule(Span(outputs, outputs + 1))  # type: ignore[arg-type]
         starts, stops = span.start, span.stop
     else:
-        spans = [rule(Span(number, number + 1)) for number in range(count)]
+        spans = [rule(Span(output, output + 1)) for output in range(count)]
         starts, stops = np.array([[span.start, span.stop] for span in spans]).T
     low = np.clip(starts, 0, limit)
     return low, np.maximum(low, np.clip(stops, 0, limit))

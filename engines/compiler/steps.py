@@ -108,10 +108,10 @@ def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[byte
     """Return a description of each step of a program: the rank's role, the instruction, and its peers."""
     role, count = Layout.of(plan).describe_rank(program.rank), len(program.steps)
     descriptions = []
-    for number, (label, effects) in enumerate(zip(label_steps(graph, program), program.effects, strict=True), 1):
+    for position, (label, effects) in enumerate(zip(label_steps(graph, program), program.effects, strict=True), 1):
         others = ", ".join(map(str, sorted(_find_sync(label.step, effects, frozenset())[2] - {program.rank})))
         together = f", with {others}" if others else ""
-        descriptions.append(f"{role}: {label.text}{together} (instruction {number} of {count})".encode())
+        descriptions.append(f"{role}: {label.text}{together} (instruction {position} of {count})".encode())
     return descriptions
 
 
@@ -218,7 +218,7 @@ class DependencyOrder:
 
     def advance_once(self, places: StepCounts) -> StepCounts:
         """Advance every rank that can run its next instruction by one."""
-        return self.advance_within(places, [min(place + 1, end) for place, end in zip(places, self.ends, strict=True)])
+        return self.advance_within(places, [min(done + 1, end) for done, end in zip(places, self.ends, strict=True)])
 
     def list_counts(self, places: StepCounts, target: StepCounts) -> list[StepCounts]:
         """Return the counts after each instruction on the way from `places` to `target`, which is the last of them.
@@ -235,7 +235,7 @@ class DependencyOrder:
 
     def choose_next_rank(self, places: StepCounts) -> int | None:
         """Return the rank with the fewest steps done among those that can continue; None at the end."""
-        ready = [rank for rank, place in enumerate(self.advance_once(places)) if place > places[rank]]
+        ready = [rank for rank, done in enumerate(self.advance_once(places)) if done > places[rank]]
         return min(ready, key=lambda rank: places[rank], default=None)
 
     def find_blocking_ranks(self, places: StepCounts, rank: int) -> tuple[int, ...]:

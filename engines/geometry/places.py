@@ -106,14 +106,14 @@ def reduce_on_tiles(
     """
     sizes = [1 if dim in dims else size for dim, size in enumerate(shape)]
     reduced = list(places)
-    for number in sorted(range(len(places)), key=lambda number: (places[number].inner, -places[number].outer)):
-        dim = places[number].dim
+    for index in sorted(range(len(places)), key=lambda index: (places[index].inner, -places[index].outer)):
+        dim = places[index].dim
         if dim + len(shape) in dims:  # from the innermost axis outwards
-            reduced[number] = Place(dim, inner=sizes[dim])
-            sizes[dim] *= parts[number]
-    for number, place in enumerate(reduced):
+            reduced[index] = Place(dim, inner=sizes[dim])
+            sizes[dim] *= parts[index]
+    for index, place in enumerate(reduced):
         if place.dim + len(shape) in dims:
-            reduced[number] = place._replace(outer=sizes[place.dim] // (place.inner * parts[number]))
+            reduced[index] = place._replace(outer=sizes[place.dim] // (place.inner * parts[index]))
     return tuple(sizes), tuple(reduced)
 
 

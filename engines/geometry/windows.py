@@ -210,8 +210,8 @@ class ExtendedTiles:
 
     def get_fetched(self, node: str, value: str) -> Tiles | None:
         """Return what the group of `node` fetches of `value` for all its readers; None if they all want the same."""
-        place = self.groups.get(node, -1), value
-        return None if place in self.alike else self.fetched.get(place)
+        key = self.groups.get(node, -1), value
+        return None if key in self.alike else self.fetched.get(key)
 
 
 def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent: TileLookup) -> ExtendedTiles:
@@ -235,10 +235,9 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
         else:
             requests[groups[read.node], read.value].append((wanted, read.fill))
     fetched = {
-        place: _compute_hulls([wanted for wanted, _ in wishes], extent(place[1])[0])
-        for place, wishes in requests.items()
+        key: _compute_hulls([wanted for wanted, _ in wishes], extent(key[1])[0]) for key, wishes in requests.items()
     }
-    alike = frozenset(place for place, wishes in requests.items() if all(wish == wishes[0] for wish in wishes))
+    alike = frozenset(key for key, wishes in requests.items() if all(wish == wishes[0] for wish in wishes))
     return ExtendedTiles(held, fetched, alike, groups)
 
 

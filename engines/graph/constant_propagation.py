@@ -168,27 +168,27 @@ class ConstantPropagationMode(TorchFunctionMode):
                 constant = self._known[tensor] = _ConstantValue(tensor.detach().clone())
         return constant
 
-    def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _propagate(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
-        given = _list_tensors((args, kwargs))
+        inputs = _list_tensors((args, kwargs))
         # `zeros_like(image)` is known although the image is not; `image.new_tensor(y)` is known if `y` is.
-        read = [self._find_constant(argument) for argument in given[func in _BY_SHAPE :]]
+        read = [self._find_constant(argument) for argument in inputs[func in _BY_SHAPE :]]
         inputs_known = all(read)
-        small = all(output.numel() <= LIMIT for output in _list_tensors(made))
+        small = all(output.numel() <= LIMIT for output in _list_tensors(result))
         draws = any(word in _get_name(func) for word in _DRAWS)
-        if inputs_known and small and (given or func in _MAKES) and not draws:
+        if inputs_known and small and (inputs or func in _MAKES) and not draws:
             try:
                 numbers = self._evaluate(func, args, kwargs)
             except Exception:  # numbers that cannot be computed are not known
-                self._forget(given)
+                self._forget(inputs)
                 return
             buffers = frozenset().union(*(known.buffers for known in read if known))
-            for tensor, real in zip(_list_tensors(made), _list_tensors(numbers), strict=False):
+            for tensor, real in zip(_list_tensors(result), _list_tensors(numbers), strict=False):
                 if tensor.shape == real.shape and tensor.dtype == real.dtype:
                     self._known[tensor] = _ConstantValue(real, buffers)
         elif _is_mutating(func, kwargs):
             # `t[0] = x` or `t.add_(x)` with an unknown x: t and all views of it are unknown from here on.
-            self._forget([*given[:1], *_list_tensors(kwargs.get("out"))])
+            self._forget([*inputs[:1], *_list_tensors(kwargs.get("out"))])
 
     def _forget(self, written: list[Tensor]) -> None:
         """Forget the numbers of all tensors that share storage with a written tensor."""
@@ -211,10 +211,10 @@ class ConstantPropagationMode(TorchFunctionMode):
             return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)  # only its shape matters (`_BY_SHAPE`)
 
         with disable_tracing():
-            given, named = tree_map_only(Tensor, get_numbers, (args, {**kwargs}))
-            if "device" in named:
-                named["device"] = "cpu"
-            return func(*given, **named)
+            arguments, keywords = tree_map_only(Tensor, get_numbers, (args, {**kwargs}))
+            if "device" in keywords:
+                keywords["device"] = "cpu"
+            return func(*arguments, **keywords)
 
 
 def _check_flag(tensor: Tensor, requires_grad: bool = True) -> None:

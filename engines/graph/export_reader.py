@@ -248,10 +248,10 @@ class ExportReader:
                 )
             arguments = {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
         else:
-            given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
-            given.update(node.kwargs)
+            values = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+            values.update(node.kwargs)
             arguments = {
-                argument.name: self._to_refs(given.get(argument.name, argument.default_value))
+                argument.name: self._to_refs(values.get(argument.name, argument.default_value))
                 for argument in schema.arguments
             }
         # A copy of a constant, to which no operator writes, is the constant.
@@ -290,8 +290,8 @@ class ExportReader:
 
 def _check_memory(node: fx.Node) -> None:
     """Raise TraceError if a node takes elements out of the memory of a view: ranks have the view's elements only."""
-    (given, *_) = node.args
-    value = given.meta["val"]  # type: ignore[union-attr]
+    (source, *_) = node.args
+    value = source.meta["val"]  # type: ignore[union-attr]
     if not value.is_contiguous() or value.untyped_storage().nbytes() != value.numel() * value.element_size():
         raise TraceError(
             f"{node.target} in {describe_location(node)} reads the memory of a view {tuple(value.shape)}, whose order "

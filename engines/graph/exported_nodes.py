@@ -125,10 +125,10 @@ def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node,
     # becomes x -> relu -> exp -> y, with both operators marked as without gradient.
     inner = _get_attribute(owner, nested)  # type: ignore[arg-type]
     inlined: dict[fx.Node, Any] = {}
-    given = iter(arguments)
+    remaining = iter(arguments)
     for inner_node in inner.graph.nodes:
         if inner_node.op == "placeholder":
-            inlined[inner_node] = next(given)
+            inlined[inner_node] = next(remaining)
         elif inner_node.op == "output":
             return [inlined[item] if isinstance(item, fx.Node) else item for item in inner_node.args[0]]
         elif _is_graph(inner, inner_node):

@@ -271,8 +271,8 @@ class _Functionaliser:
         target = _find_functional_target(node)
         # Defaults are filled in: `bernoulli.p` requires an argument that `bernoulli_` has a default for.
         left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
-        given = [*node.args, *(argument.default_value for argument in left_out if not argument.kwarg_only)]
-        replacement = make(target, value, *given[1 : len(target._schema.arguments)], **node.kwargs)
+        arguments = [*node.args, *(argument.default_value for argument in left_out if not argument.kwarg_only)]
+        replacement = make(target, value, *arguments[1 : len(target._schema.arguments)], **node.kwargs)
         return (
             replacement
             if replacement.meta["val"].dtype == like.dtype
@@ -302,9 +302,9 @@ def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
         return None
     for index, schema in enumerate(node.target._schema.arguments):
         if schema.alias_info and schema.alias_info.is_write:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(schema.name)
-            if isinstance(given, fx.Node):
-                return given
+            argument = node.args[index] if index < len(node.args) else node.kwargs.get(schema.name)
+            if isinstance(argument, fx.Node):
+                return argument
     return None
 
 
@@ -334,9 +334,9 @@ def _find_functional_target(node: fx.Node) -> Any:
 def _get_argument(node: fx.Node, name: str) -> Any:
     """Return an operator's argument by the name in its schema."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    place = next(index for index, argument in enumerate(schema) if argument.name == name)
-    given = node.kwargs.get(name, schema[place].default_value)
-    return node.args[place] if place < len(node.args) else given
+    index = next(index for index, argument in enumerate(schema) if argument.name == name)
+    value = node.kwargs.get(name, schema[index].default_value)
+    return node.args[index] if index < len(node.args) else value
 
 
 def _scatter(target: Any, *names: str) -> Callable[[Make, fx.Node, fx.Node, fx.Node], fx.Node]:
@@ -398,11 +398,11 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
     if node.target is not torch.ops.aten.index_put_.default or _get_argument(node, "accumulate"):
         return None
     indices, new = _get_argument(node, "indices"), _get_argument(node, "values")
-    given = [(place, index) for place, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].meta["val"].dtype != torch.bool:
+    indexed = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if len(indexed) != 1 or indexed[0][1].meta["val"].dtype != torch.bool:
         return None
-    place, mask = given[0]
-    trailing = value.meta["val"].dim() - place - mask.meta["val"].dim()
+    axis, mask = indexed[0]
+    trailing = value.meta["val"].dim() - axis - mask.meta["val"].dim()
     picked: fx.Node | None = None
     if new.target is torch.ops.aten.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
         source = new.args[0]

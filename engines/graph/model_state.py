@@ -56,6 +56,6 @@ class ModelState:
 
 
 def _iterate_modules(owners: tuple[object, ...]) -> Iterator[tuple[str, nn.Module]]:
-    for number, owner in enumerate(owners):
+    for index, owner in enumerate(owners):
         if isinstance(owner, nn.Module):
-            yield from owner.named_modules(prefix=str(number))
+            yield from owner.named_modules(prefix=str(index))

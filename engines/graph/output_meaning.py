@@ -217,16 +217,18 @@ def _permute(node: Node, shape: Sequence[int], along: int, channels: _Channels) 
 
 
 def _move(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
-    given = [node.arguments[name] for name in ("source", "destination")]
-    sources, targets = ([dim % len(shape) for dim in (dims if isinstance(dims, list) else [dims])] for dims in given)
+    arguments = [node.arguments[name] for name in ("source", "destination")]
+    sources, targets = (
+        [dim % len(shape) for dim in (dims if isinstance(dims, list) else [dims])] for dims in arguments
+    )
     others = iter(axis for axis in range(len(shape)) if axis not in sources)
     order = [sources[targets.index(axis)] if axis in targets else next(others) for axis in range(len(shape))]
     return replace(channels, axis=order.index(along))
 
 
 def _transpose(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
-    one, other = (node.arguments[name] % len(shape) for name in ("dim0", "dim1"))
-    return replace(channels, axis={one: other, other: one}.get(along, along))
+    first, second = (node.arguments[name] % len(shape) for name in ("dim0", "dim1"))
+    return replace(channels, axis={first: second, second: first}.get(along, along))
 
 
 def _select(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:

@@ -63,8 +63,8 @@ class TracedValues:
             for module in owner.modules() if isinstance(owner, nn.Module) else ():
                 self._reads += _read_function(type(module).forward, what, seen)
             if isinstance(owner, nn.Module):
-                for place, name, value, path in iterate_attributes(owner):
-                    self._attributes.append((place, name, value, f"{path} of the {what}"))
+                for holder, name, value, path in iterate_attributes(owner):
+                    self._attributes.append((holder, name, value, f"{path} of the {what}"))
                 self._reads += _read_containers(owner, what, seen)
                 self._weights += [(f"{name} of the {what}", w, w.requires_grad) for name, w in owner.named_parameters()]
             else:
@@ -74,8 +74,8 @@ class TracedValues:
 
     def check(self) -> None:
         """Raise PlanError if a value is another than when it was traced; warn once of changed weights."""
-        for place, key, value, name in self._attributes:  # thousands, in each step
-            if (now := place.get(key)) is not value and (isinstance(now, Tensor) or now != value):
+        for holder, key, value, name in self._attributes:  # thousands, in each step
+            if (now := holder.get(key)) is not value and (isinstance(now, Tensor) or now != value):
                 raise _make_error(name, f" from {value!r} to {now!r}")
         for read in self._reads:
             if (changed := read.describe_change()) is not None:
@@ -84,8 +84,8 @@ class TracedValues:
             if weight.requires_grad != trained:
                 raise _make_error(f"requires_grad of {name}", f" from {trained} to {weight.requires_grad}")
         self._check_model_buffers()
-        for place, name, buffer, values in self._buffers if self.checks_buffers else ():
-            now = place.get(name)
+        for holder, name, buffer, values in self._buffers if self.checks_buffers else ():
+            now = holder.get(name)
             same = now is buffer and (now is None or (not now.is_inference() and now._version == 0))
             if not same and (now is None or values is None or not torch.equal(now, values)):
                 raise _make_error(f"{name} of the loss", "")
@@ -99,8 +99,8 @@ class TracedValues:
             )
 
     def _check_model_buffers(self) -> None:
-        for place, key, name, buffer, mark, values in self._model_buffers:
-            now = place.get(key)
+        for holder, key, name, buffer, mark, values in self._model_buffers:
+            now = holder.get(key)
             if now is buffer and _is_unwritten(buffer, mark):
                 continue
             # Values that stay are no change: a state_dict that is loaded writes to all tensors. The trained one, which
@@ -156,8 +156,8 @@ class _Read:
 
     def get(self) -> Any:
         """Return what stands at the place now: for an item, also where another list or dict stands there."""
-        place = self.place.get() if isinstance(self.place, _Read) else self.place
-        return place.cell_contents if isinstance(place, CellType) else place[self.key]
+        holder = self.place.get() if isinstance(self.place, _Read) else self.place
+        return holder.cell_contents if isinstance(holder, CellType) else holder[self.key]
 
     def describe_change(self) -> str | None:
         """Return how the value has changed, None if it has not."""
@@ -226,9 +226,9 @@ def _read_function(function: Any, what: str, seen: set[int]) -> Iterator[_Read]:
     if isinstance(function, FunctionType):
         yield from _read_code(function, what, seen)
     elif isinstance(function, partial):
-        for place in (function.args, function.keywords):
-            for key, value in place.items() if isinstance(place, dict) else enumerate(place):
-                yield from _read_value(place, key, value, f"argument {key}", what, seen)
+        for holder in (function.args, function.keywords):
+            for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+                yield from _read_value(holder, key, value, f"argument {key}", what, seen)
         yield from _read_function(function.func, what, seen)
     else:
         owner = function.__self__ if isinstance(function, MethodType) else function

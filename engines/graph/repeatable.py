@@ -108,7 +108,7 @@ class RepeatedRun:
         if before.calls == now.calls:
             return
         pairs = zip(before.calls, now.calls, strict=False)
-        first = next((index for index, (one, other) in enumerate(pairs) if one != other), -1)
+        first = next((index for index, (call, other) in enumerate(pairs) if call != other), -1)
         raise TraceError(
             f"The {self.what} computes something else in each call, with inputs of the same shapes, first in "
             f"{(now.lines or before.lines)[first]}. Ranks run what was traced once, in which a counter, a list or a "

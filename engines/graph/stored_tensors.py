@@ -38,8 +38,8 @@ class _RefusedTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse a torch function of it. Called by torch."""
-        given = [*args, *(kwargs or {}).values()]
-        arguments = [argument for item in given for argument in (item if isinstance(item, list | tuple) else [item])]
+        values = [*args, *(kwargs or {}).values()]
+        arguments = [argument for item in values for argument in (item if isinstance(item, list | tuple) else [item])]
         next(argument for argument in arguments if type(argument) is cls).refuse()
 
 

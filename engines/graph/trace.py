@@ -96,7 +96,7 @@ class _TracedModel(nn.Module):
             ]
             if self.loss is None or labels is None:
                 return tuple(collect_tensors(get_prediction(answer)).values())
-            loss, given = self._compute_loss(self.loss, answer, images, labels)
+            loss, loss_input = self._compute_loss(self.loss, answer, images, labels)
             if not isinstance(loss, Tensor):
                 cut = isinstance(loss, int | float | torch.SymInt | torch.SymFloat)
                 kind = "Python number" if cut else type(loss).__name__
@@ -104,9 +104,9 @@ class _TracedModel(nn.Module):
                     f"The loss returns a {kind}, but must return one number as a tensor. "
                     + ("Leave out its .item() or float()." if cut else "Return that tensor alone.")
                 )
-            kind = "Tensor" if isinstance(given, Tensor) else type(given).__name__
-            self.loss_input.type, self.loss_input.left_out = kind, find_left_out(answer, given)
-            return loss, *collect_from_prediction(given).values()
+            kind = "Tensor" if isinstance(loss_input, Tensor) else type(loss_input).__name__
+            self.loss_input.type, self.loss_input.left_out = kind, find_left_out(answer, loss_input)
+            return loss, *collect_from_prediction(loss_input).values()
 
     def _compute_loss(
         self, loss: Callable[..., Tensor], answer: Any, images: Tensor, labels: Tensor
@@ -196,10 +196,10 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
                 raise TraceError(format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
-        for name, place in whole.constants.decided.items():
+        for name, line in whole.constants.decided.items():
             if name in changing:
                 raise TraceError(
-                    f"{place} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: "
+                    f"{line} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: "
                     "a traced model takes its decisions once. Compute with the buffer itself."
                 )
     chains = [
@@ -211,12 +211,12 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
     default = str(torch.get_default_dtype()).removeprefix("torch.")
     modules = whole.model.named_modules(remove_duplicate=False)
     synced = {name for name, module in modules if isinstance(module, nn.SyncBatchNorm) and module.training}
-    given = whole.loss_input
+    loss_input = whole.loss_input
     graph = replace(
         graph,
         chains=frozenset(chains),
-        loss_input=given.type,
-        left_out=given.left_out,
+        loss_input=loss_input.type,
+        left_out=loss_input.left_out,
         default_type=default,
         synced=frozenset(synced),
     )

@@ -187,12 +187,12 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
             repeated.rerun()
             before = dict(_iterate_numbers(twin))
             repeated.rerun()
-            after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
+            after, storages = dict(_iterate_numbers(twin)), _get_storages(twin)
             repeated.settle()
     except Exception:
         return
     repeated.check_generators()
-    if replaced := [name for name, place in places.items() if place._cdata != memory[name]._cdata]:
+    if replaced := [name for name, storage in storages.items() if storage._cdata != memory[name]._cdata]:
         raise TraceError(
             f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
             "would not do. Change it after a step instead, or compute in forward what is needed of it."
@@ -203,11 +203,11 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
                 f"The model sets its attribute {name} from {new[name]} to {flag} in its first run, and may do another "
                 "thing in that than later, which a trace of it does not. Run it once before: model(images)."
             )
-    for name, number in after.items():
-        was = before.get(name, number)
-        if was is not number and was != number:  # a nan that stays is not equal to itself
+    for name, value in after.items():
+        was = before.get(name, value)
+        if was is not value and was != value:  # a nan that stays is not equal to itself
             raise TraceError(
-                f"The model changes its attribute {name} while it runs, from {was} to {number}. Ranks run "
+                f"The model changes its attribute {name} while it runs, from {was} to {value}. Ranks run "
                 "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
             )
     repeated.check_operators()

@@ -53,12 +53,12 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
             constants.recomputes = True
             # Its forward runs without gradients, its backward once more with them: the same as to call the function.
             # Where no argument requires a gradient, PyTorch computes none.
-            run, _, *given = arguments
+            run, _, *inputs = arguments
             graded = torch.is_grad_enabled() and any(
-                isinstance(argument, Tensor) and argument.requires_grad for argument in given
+                isinstance(argument, Tensor) and argument.requires_grad for argument in inputs
             )
             with torch.set_grad_enabled(graded):
-                return run(*given)
+                return run(*inputs)
         ours = cls.__module__.startswith(("torch.", "mpi4dl_nb."))
         if threading.get_ident() == thread and not ours and cls not in tried:
             tried.append(cls)  # `_check` calls `apply` again
@@ -125,12 +125,14 @@ def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
         return torch.randn(shape, generator=random, dtype=torch.float64)
 
     with disable_tracing(), torch.enable_grad():
-        given = [make_trial(argument) for argument in arguments]
-        theirs = _compute_gradients(cls.apply, given)
-        ours = _compute_gradients(lambda *these: _call_forward(cls, these), given)
+        trials = [make_trial(argument) for argument in arguments]
+        theirs = _compute_gradients(cls.apply, trials)
+        ours = _compute_gradients(lambda *these: _call_forward(cls, these), trials)
     return len(theirs) == len(ours) and all(
-        one is other if one is None or other is None else torch.allclose(one, other, rtol=1e-8, atol=1e-10)
-        for one, other in zip(theirs, ours, strict=True)
+        gradient is other
+        if gradient is None or other is None
+        else torch.allclose(gradient, other, rtol=1e-8, atol=1e-10)
+        for gradient, other in zip(theirs, ours, strict=True)
     )
 
 

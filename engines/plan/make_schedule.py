@@ -76,8 +76,8 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
                 f"A batch goes in direction {batch.direction}, but the placement has {len(placement)}: "
                 f"use 0 to {len(placement) - 1}, or place another direction."
             )
-    times = Counter(number for batch in batches for number in batch.micro_batches)
-    if twice := [number for number, count in times.items() if count > 1]:
+    times = Counter(micro_batch for batch in batches for micro_batch in batch.micro_batches)
+    if twice := [micro_batch for micro_batch, count in times.items() if count > 1]:
         raise PlanError(
             f"Micro-batch {_format_numbers(twice)} is in the step more than once. Number them through over its batches."
         )
@@ -154,7 +154,9 @@ def _compute_group_size(stages: Stages) -> int:
     2
     """
     pairs = combinations(enumerate(map(frozenset, stages)), 2)
-    return min((later - stage for (stage, one), (later, other) in pairs if one & other), default=len(stages))
+    return min(
+        (later - stage for (stage, ranks), (later, later_ranks) in pairs if ranks & later_ranks), default=len(stages)
+    )
 
 
 # The simulation that makes schedules: an action starts as soon as its inputs are ready and all its ranks are free.
@@ -196,16 +198,16 @@ class _StageState:
 
     def is_ready(self, kind: ActionKind) -> bool:
         """Return whether the next micro-batch has all its inputs; free ranks are not considered."""
-        place = self.started[kind]
-        if place == len(self.queue):
+        position = self.started[kind]
+        if position == len(self.queue):
             return False
         if kind is WEIGHTS:
-            return self.done[BACKWARD] > place
+            return self.done[BACKWARD] > position
         if kind is BACKWARD:
-            needs = self.queue[place].batch.stop if self.rule.drains else place + 1
-            return self.done[FORWARD] >= needs and (self.after is None or self.after.done[BACKWARD] > place)
-        turn = self.queue[place]
-        if self.before is not None and self.before.done[FORWARD] <= place:
+            needs = self.queue[position].batch.stop if self.rule.drains else position + 1
+            return self.done[FORWARD] >= needs and (self.after is None or self.after.done[BACKWARD] > position)
+        turn = self.queue[position]
+        if self.before is not None and self.before.done[FORWARD] <= position:
             return False
         # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
         # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.

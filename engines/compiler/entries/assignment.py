@@ -47,9 +47,9 @@ def assign(b: Builder, node: Node) -> None:
         numbers = [a["index"] % size] if selects else range(size)[a["start"] : a["end"] : a["step"]]
         if selects:
             # The selected axis comes back with size 1: one line, written as the lines of a slice are.
-            spec, place = get_spec(b, part.name), dim + count
-            spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))
-            part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
+            spec, front_dim = get_spec(b, part.name), dim + count
+            spec = replace(spec, shape=(*spec.shape[:front_dim], 1, *spec.shape[front_dim:]))
+            part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, front_dim, like=spec)
         _write_lines(b, node, axes, dim, numbers, part)
     elif b.is_tiled(part) and b.get_value(part).axes != part_axes:
         raise make_gather_error(
@@ -75,8 +75,8 @@ def put(b: Builder, node: Node) -> None:
     tiled = next((ref for ref in (a["self"], a["values"]) if b.is_tiled(ref)), None)
     if tiled is None or len(picked) != 1 or b.is_tiled(picked[0][1]) or len(get_spec(b, picked[0][1].name).shape) != 1:
         raise make_gather_error(node, "writes by something other than one list of channels, rows or columns")
-    axes, (place, index) = b.get_value(tiled).axes, picked[0]
-    dim = place - len(node.result.shape)
+    axes, (front_dim, index) = b.get_value(tiled).axes, picked[0]
+    dim = front_dim - len(node.result.shape)
     if dim not in axes:
         images = {name: a[name] for name in ("self", "values")}
         apply_locally(b, node, axes, **align_arguments(b, replace(node, arguments=images)), indices=list(a["indices"]))
@@ -95,9 +95,9 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
         whole = _align(b, node, node.arguments["self"], axes)
         b.add_local_op(node.name, "aten.alias.default", whole, like=node.result, axes=axes)
         return
-    spec, size_px, place = get_spec(b, part.name), node.result.get_sizes(axes), axes.index(dim)
+    spec, size_px, axis_index = get_spec(b, part.name), node.result.get_sizes(axes), axes.index(dim)
     out = b.get_output_tiles(size_px)[b.rank]
-    span = out[place]
+    span = out[axis_index]
     last = spec.shape[dim] - 1 if len(spec.shape) >= -dim else 0  # a single line is broadcast
     # x[2:9:3] = part, on a tile that owns rows 4 to 8:
     #
@@ -105,10 +105,10 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
     #     tile                  |-----------|            writes line 1 of the part to row 5; row 8 is the neighbour's
     #     table     0  0  0  0  0  1  1  1  2  2         a row that is not written repeats the line before it, so
     #     part            0        1        2            that hardly more lines are fetched
-    line_of = {number: min(line, last) for line, number in enumerate(numbers)}
+    line_of = {position: min(line, last) for line, position in enumerate(numbers)}
     table, line = [], 0
-    for number in range(node.result.shape[dim]):
-        line = line_of.get(number, line)
+    for position in range(node.result.shape[dim]):
+        line = line_of.get(position, line)
         table.append(line)
     begins = 0
     if b.is_tiled(part):
@@ -117,15 +117,15 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
         # Across the lines, the part has the pixels of the whole, or a single one, which is broadcast.
         pairs = zip(spec.get_sizes(axes), size_px, strict=True)
         rules: list[SpanRule] = [Shift(0) if pixels == size else TableWindow(((0,),) * size) for pixels, size in pairs]
-        rules[place] = TableWindow(tuple((line,) for line in table))
+        rules[axis_index] = TableWindow(tuple((line,) for line in table))
         window = b.read_window(part, size_px, *rules)
-        part, begins = b.pad_window(window), window.wanted[place].start
+        part, begins = b.pad_window(window), window.wanted[axis_index].start
     else:
         across = {axis: cut for axis, cut in zip(axes, out, strict=True) if axis != dim and len(spec.shape) >= -axis}
         if cuts := {axis: (cut.start, cut.stop) for axis, cut in across.items() if spec.shape[axis] > len(cut)}:
             part = b.add_local_op(f"{node.name}.own", "tile.cut", part, tuple(cuts), tuple(cuts.values()), like=spec)
     whole, owned = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
-    lines, written = [table[number] - begins for number in owned], [number in line_of for number in owned]
+    lines, written = [table[position] - begins for position in owned], [position in line_of for position in owned]
     b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.result, axes=axes)
 
 
@@ -144,7 +144,7 @@ def fill(b: Builder, node: Node) -> None:
         return
     numbers = set(read_line_numbers(b, node, a["index"], node.result.shape[dim]))
     owned = b.get_output_tiles(node.result.get_sizes(axes))[b.rank][axes.index(dim)]
-    written = [number in numbers for number in range(owned.start, owned.stop)]
+    written = [line in numbers for line in range(owned.start, owned.stop)]
     b.add_local_op(
         node.name, "tile.fill", _align(b, node, a["self"], axes), dim, written, a["value"], like=node.result, axes=axes
     )
@@ -201,19 +201,19 @@ def lower_random(b: Builder, node: Node) -> None:
     places = b.get_value(source).places if source else ()
     # Numbers follow from the place in the whole image and the number of the draw: nothing is sent, and a stage that
     # is computed again draws the same.
-    number = find_sample_number(b.graph, node)
-    if number is None:
+    sample_number = find_sample_number(b.graph, node)
+    if sample_number is None:
         apply_locally(b, node, places)
         return
     value = ValueLayout(node.name, node.result, places, differentiable=True)
     split = value.split()
     if split is value:
-        _draw(b, node, source, number, value.axes)
+        _draw(b, node, source, sample_number, value.axes)
         return
     if "feature" in node.operator:
         raise make_gather_error(node, "draws one number for each channel, and rows and columns are merged")
     parts = b.split_axes(source) if source else None
-    _draw(b, replace(node, name=split.name, spec=split.spec), parts, number, split.axes)
+    _draw(b, replace(node, name=split.name, spec=split.spec), parts, sample_number, split.axes)
     shape = get_local_shape(b, node.result, places)
     b.add_local_op(node.name, "aten.reshape.default", Ref(split.name), shape, like=node.result, axes=places)
 

@@ -33,8 +33,8 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
     Raises TraceError if one of them is spatial.
     """
     count = len(b.get_value(ref).spec.shape)
-    given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
-    axes = [dim % count for dim in given]
+    signed_dims = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
+    axes = [dim % count for dim in signed_dims]
     if not axes or not find_sharded_dims(b, ref).isdisjoint(axes):
         raise make_gather_error(node, f"works along a spatial axis (dim={dims})")
     return axes
@@ -87,11 +87,11 @@ def reorder_pixels(b: Builder, node: Node) -> None:
     sharded = get_sharded_axes(b, source)
     # The operator is applied to the pixels' numbers along one axis at a time.
     pixels = {axis: torch.arange(size) for axis, size in zip(sharded, value.size_px, strict=True)}
-    for number, axis in enumerate(axes):
+    for index, axis in enumerate(axes):
         if node.operator == "aten.flip.default":
             pixels[axis] = pixels[axis].flip(0)
         elif node.operator == "aten.roll.default":
-            pixels[axis] = pixels[axis].roll(node.arguments["shifts"][number])
+            pixels[axis] = pixels[axis].roll(node.arguments["shifts"][index])
         else:
             pixels[axis] = pixels[axis].repeat_interleave(node.arguments["repeats"])
     lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in sharded))
@@ -193,15 +193,15 @@ def avg_pool3d(b: Builder, node: Node) -> None:
 @register_rule("aten.select.int")
 def select(b: Builder, node: Node) -> None:
     """Select one channel of each pixel; or one row or column, which every rank then holds."""
-    source, place = node.arguments["self"], node.arguments["dim"]
+    source, signed_dim = node.arguments["self"], node.arguments["dim"]
     shape = b.get_value(source).spec.shape
-    dim = place % len(shape)
+    dim = signed_dim % len(shape)
     if dim not in find_sharded_dims(b, source):
         apply_locally(b, node, get_places_without(b, source, [dim]))
         return
-    number = node.arguments["index"] % shape[dim]
-    line = all_gather_lines(b, node, source, dim, Span(number, number + 1))
-    b.add_local_op(node.name, "aten.select.int", line, place, 0, like=node.result)
+    index = node.arguments["index"] % shape[dim]
+    line = all_gather_lines(b, node, source, dim, Span(index, index + 1))
+    b.add_local_op(node.name, "aten.select.int", line, signed_dim, 0, like=node.result)
 
 
 @register_rule("aten.index.Tensor")
@@ -247,9 +247,9 @@ def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[
     if constant is None or constant.dtype == torch.bool:
         raise make_gather_error(node, "picks rows or columns that are not known before")
     numbers = constant.flatten().tolist()
-    if beyond := [number for number in numbers if not -size_px <= number < size_px]:
+    if beyond := [line for line in numbers if not -size_px <= line < size_px]:
         raise TraceError(
             f"{node.operator} in {node.where} picks number {beyond[0]} of {size_px} along that axis. "
             f"Use numbers from {-size_px} to {size_px - 1}."
         )
-    return [number % size_px for number in numbers]
+    return [line % size_px for line in numbers]

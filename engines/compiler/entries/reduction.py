@@ -31,8 +31,8 @@ from mpi4dl_nb.engines.program.kernels import get_operator, register_kernel
 
 def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
     """Return a node's reduced dimensions, from the front, if one of them is distributed over the ranks; else None."""
-    count, given = len(b.get_value(ref).spec.shape), node.arguments.get("dim")
-    dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
+    count, argument = len(b.get_value(ref).spec.shape), node.arguments.get("dim")
+    dims = [dim % count for dim in ([argument] if isinstance(argument, int) else argument or range(count))]
     return None if find_sharded_dims(b, ref).isdisjoint(dims) else dims
 
 

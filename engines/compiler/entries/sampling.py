@@ -136,7 +136,7 @@ def grid_sampler(b: Builder, node: Node) -> None:
         raise make_gather_error(
             node, "reads places whose rows and columns are not the two axes before the last", b.image_axes
         )
-    spans = [place[1:] for place in get_local_ranges(b, node.result, b.image_axes)[-2:]]
+    spans = [axis_range[1:] for axis_range in get_local_ranges(b, node.result, b.image_axes)[-2:]]
     if b.is_tiled(grid):
         places = b.align_to_output(grid)
     else:
@@ -226,7 +226,7 @@ def pad(b: Builder, node: Node) -> None:
     fill, axes = float(a.get("value") or 0.0), value.axes
     rules = [Shift(-pairs.pop(-axis, (0, 0))[0]) for axis in axes]
     x = b.pad_window(b.read_window(a["self"], node.result.get_sizes(axes), *rules, fill=fill))
-    others = [px for number in range(1, len(node.result.shape) + 1) for px in pairs.get(number, (0, 0))]
+    others = [px for from_end in range(1, len(node.result.shape) + 1) for px in pairs.get(from_end, (0, 0))]
     b.add_local_op(node.name, "aten.constant_pad_nd.default", x, others, fill, like=node.result, axes=axes)
 
 
