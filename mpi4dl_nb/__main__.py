@@ -63,7 +63,7 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
         os.execve(command[0], command, {**os.environ, **make_mpi_environment(n)})
     remove_stale_clusters()
     job = read_allocation()
-    place = RunDirectory.make(n)
+    directory = RunDirectory.make(n)
     # The process keeps its pid, but not its memory:
     #
     #     python -m mpi4dl_nb -n 2 ...             exec         reaper_process keep ...
@@ -71,14 +71,14 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
     #                                                            └── mpiexec
     #                                                                 ├── rank 0
     #                                                                 └── rank 1
-    paths = [*place.folders, *filter(None, [PidFile.of(place).write()])]
+    paths = [*directory.folders, *filter(None, [PidFile.of(directory).write()])]
     # By a file: the launcher has another HOME than its keeper, which is the user's Python.
-    variables = place.home / "variables.json"
-    variables.write_text(json.dumps(make_mpi_environment(n, str(place.home))), encoding="utf-8")
+    variables = directory.home / "variables.json"
+    variables.write_text(json.dumps(make_mpi_environment(n, str(directory.home))), encoding="utf-8")
     launcher = add_variables(str(variables), command)
-    keeper = [*PROGRAM, "keep", place.name, *map(str, paths), "--", *launcher]
+    keeper = [*PROGRAM, "keep", directory.name, *map(str, paths), "--", *launcher]
     is_alone = job is None or len(job.hosts) == 1
-    os.execve(keeper[0], keeper, {**os.environ, **place.make_environment(is_alone)})
+    os.execve(keeper[0], keeper, {**os.environ, **directory.make_environment(is_alone)})
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ class LatestOnly:
 
     def submit(self, work: Callable[[IsAsked], None]) -> None:
         """Run `work(is_asked)` in a thread. It must check `is_asked()` before it shows anything, and now and then."""
-        number = self.cancel()
+        request = self.cancel()
 
         def run() -> None:
             try:
-                work(lambda: number == self._asked)
+                work(lambda: request == self._asked)
             finally:
                 with self._changed:
-                    self._done = max(self._done, number)
+                    self._done = max(self._done, request)
                     self._changed.notify_all()
 
         Thread(target=run, name="mpi4dl_nb later").start()

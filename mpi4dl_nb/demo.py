@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> bool:
         history = training.fit(batches, epochs=chosen.epochs)
         starts = range(0, len(history.losses), len(batches))  # of the epochs, whose losses are averaged
         losses = [statistics.fmean(history.losses[start : start + len(batches)]) for start in starts]
-        for number, loss in enumerate(losses, start=1):
-            print(f"epoch {number}: loss {loss:.4f}", flush=True)
+        for epoch, loss in enumerate(losses, start=1):
+            print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
         ours, theirs = _measure_rates(training, batches)
         print("Comparing three steps in float64 with one process ...", flush=True)
         proof = training.verify(batches)

@@ -152,7 +152,9 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     stale.yaxis.set_major_locator(MaxNLocator(integer=True))
     chosen = shown[0].asynchrony
     copies = f"{format_count(chosen.replicas, 'replica')}, {shown[0].images_per_batch} images in each batch"
-    slow = [f"replica {number} sleeps {seconds:g} s in each step" for number, seconds in chosen.slow.items() if seconds]
+    slow = [
+        f"replica {replica} sleeps {seconds:g} s in each step" for replica, seconds in chosen.slow.items() if seconds
+    ]
     title = "; ".join([copies, *slow])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     looks = [MODES[study.mode] for study in shown]

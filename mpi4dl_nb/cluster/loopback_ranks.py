@@ -150,16 +150,16 @@ class SingleThreadRanks(LoopbackRanks):
         share_process(count_cores())
         asked: list[_Work] = []
         while not self._stopped:
-            one = self._asked.get()
-            if one is not None:
-                asked.append(one[1])
+            item = self._asked.get()
+            if item is not None:
+                asked.append(item[1])
             # Run only complete calls: ranks wait for each other, so one that is missing would block the rest. `None` is
             # an interrupt, which flushes an incomplete call; its ranks raise ReleasedError.
-            if one is None or len(asked) == len(self._hosts):
+            if item is None or len(asked) == len(self._hosts):
                 self._relay.run(asked)  # after an interrupt, none of them starts
-                asked, self._interrupted = [], self._interrupted and one is not None
+                asked, self._interrupted = [], self._interrupted and item is not None
             # Release the call before blocking in `get`: its closure holds the pickled arguments, maybe a whole model.
-            one = None
+            item = None
 
 
 def _offload_trainings(own: rank_server.RankServer) -> None:

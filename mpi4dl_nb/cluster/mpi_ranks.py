@@ -398,8 +398,8 @@ class MpiRanks:
         ended |= self._ended_with_helper
         lost = {
             rank: began_as
-            for rank, (number, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
-            if began_as in ended or number not in alive
+            for rank, (engine_id, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
+            if began_as in ended or engine_id not in alive
         }
         known = [*ended, *(began_as for began_as in lost.values() if began_as not in ended)]
         order = sorted(lost, key=lambda rank: known.index(lost[rank]))

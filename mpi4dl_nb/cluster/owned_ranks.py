@@ -158,24 +158,24 @@ def find_holder_name(
     #     training ──> Training ──> Cluster       in use by `training`
     #     Out ──> {4: Cluster}                    not in use: paths through IPython's caches end before they begin
     ignored = {*hidden, *_CACHES}
-    given = {id(value): name for name, value in names.items() if name not in ignored and not _KEPT.fullmatch(name)}
+    holders = {id(value): name for name, value in names.items() if name not in ignored and not _KEPT.fullmatch(name)}
     at_work = _get_thread_locals()
     modules = []
     for name, module in list(sys.modules.items()):
         if is_user_module(name, module):
-            given.setdefault(id(vars(module)), name)
+            holders.setdefault(id(vars(module)), name)
         elif isinstance(module, ModuleType):
             modules.append(vars(module))
-    visited = {id(each) for each in (thing, names, given, at_work, *aside, *modules)}
+    visited = {id(item) for item in (thing, names, holders, at_work, *aside, *modules)}
     # Breadth-first search backwards along references, from `thing` towards a named object. The namespaces that must not
     # count (IPython's caches, other modules) are marked as visited beforehand, which cuts these paths off. A single
     # result (`_`, `_12`) is not cut off: the user's names may refer to the same object.
     edge = [thing]
     while edge and len(visited) < _MOST:
-        for each in edge:
-            if id(each) in given:
-                return given[id(each)]
-            if id(each) in at_work:
+        for item in edge:
+            if id(item) in holders:
+                return holders[id(item)]
+            if id(item) in at_work:
                 return THREAD
         edge = _find_referrers(edge, visited)
     return THREAD if edge else ""

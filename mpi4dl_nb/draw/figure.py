@@ -184,11 +184,11 @@ def draw_legend(figure: Drawing, looks: Sequence[BarStyle]) -> None:
 
 def draw_row_frame(axes: Axes, length: float, unit: str, left: Sequence[str], right: Sequence[str]) -> None:
     """Set up axes of length `length`, with the texts of each row on its left and right."""
-    places = range(len(left))
+    rows = range(len(left))
     axes.set(xlim=(0, length), ylim=(len(left) - 0.5, -0.5), xlabel=unit)
-    axes.set_yticks(places, left, fontsize=9)
-    for place in places[1:]:
-        axes.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
+    axes.set_yticks(rows, left, fontsize=9)
+    for row in rows[1:]:
+        axes.axhline(row - 0.5, color="#bbbbbb", linewidth=0.8)
     write_row_ends(axes, right)
 
 

@@ -84,7 +84,7 @@ class HaloPoint(FactTable):
     @property
     def numbers(self) -> dict[int, int]:
         """The tile number of each rank of the stage."""
-        return {rank: number for number, rank in enumerate(self.ranks.ranks)}
+        return {rank: tile_number for tile_number, rank in enumerate(self.ranks.ranks)}
 
     @property
     def tiles(self) -> dict[int, Tile]:
@@ -273,14 +273,14 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
 
 
 def find_layer_of(points: Sequence[HaloPoint], label: str, otherwise: int = 0) -> int:
-    """Return the number of the first layer in a module; `otherwise` if there is none.
+    """Return the index of the first layer in a module; `otherwise` if there is none.
 
     `label` is the module's name, or that of an instruction (`blocks.6.branch.0 … 1`), which begins with it.
     """
     module = label.split(" ", maxsplit=1)[0]
-    for number, point in enumerate(points):
+    for index, point in enumerate(points):
         if module and any(f"{node.module}.".startswith(f"{module}.") for node in point.readers):
-            return number
+            return index
     return otherwise
 
 
@@ -288,7 +288,7 @@ def find_rank_layer(points: Sequence[HaloPoint], rank: int, layer: int) -> int:
     """Return `layer` if it is on the rank or no layer is, else the first layer that is on the rank."""
     if rank in points[layer].ranks.ranks:
         return layer
-    return next((number for number, point in enumerate(points) if rank in point.ranks.ranks), layer)
+    return next((index for index, point in enumerate(points) if rank in point.ranks.ranks), layer)
 
 
 def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
@@ -343,7 +343,7 @@ class HaloLayers:
         """
         if together not in self._points:
             compiler = _make_compiler(self.graph, with_fused_halos(self.plan, together))
-            order = {node.name: number for number, node in enumerate(self.graph.nodes)}
+            order = {node.name: index for index, node in enumerate(self.graph.nodes)}
             # Two sources: the Exchange instructions of the programs, and what the compiler remembers of fused groups,
             # in whose programs nothing marks where a layer reads beyond its tile.
             points = [*_find_exchange_points(compiler), *_find_fused_points(compiler)]

@@ -125,7 +125,7 @@ def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> 
         shapes = [node.spec.shape for node in nodes if node.spec is not None]
         # The size that the layer works at: of its last value with rows and columns, or else of the last with channels.
         shape = max(reversed(shapes), key=lambda size: min(len(size), 4), default=())
-        stage = next(number for number, span in enumerate(stages) if layer.nodes.start in span)
+        stage = next(index for index, span in enumerate(stages) if layer.nodes.start in span)
         names = {node.name for node in nodes}
         pixels = bool(guess_pixel_axes(shape))
         net.append(

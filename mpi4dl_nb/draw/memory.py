@@ -167,9 +167,9 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int, peak_bytes: int) 
     axes.axvline(limit, **look)
     on_left = limit > 0.5 * axes.get_xlim()[1]
     style: Style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": look["color"]}
-    place: Style = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3)}
-    place["textcoords"] = "offset points"
-    axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), **place, **style)
+    anchor: Style = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3)}
+    anchor["textcoords"] = "offset points"
+    axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), **anchor, **style)
 
 
 def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -> None:
@@ -178,17 +178,19 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -
     held = [count / size for count in rank_memory.after]
     # Each step k is drawn from k + 0.5 to k + 1.5, so that its number is in the middle.
     backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
-    edges = [number + 0.5 for number in range(len(steps) + 1)]
+    edges = [step + 0.5 for step in range(len(steps) + 1)]
     axes.stairs(held, edges, baseline=None, color=BLUE, linewidth=1.8, zorder=3)
     top = 1.25 * moment.bytes / size
     where = [*backward, backward[-1]]
     axes.fill_between(edges, 0, top, where=where, step="post", color="#ececec", linewidth=0, zorder=0)
-    place = moment.step + 1
-    axes.plot([place], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5)
-    on_left = place > 0.6 * len(steps)
+    instruction = moment.step + 1
+    axes.plot(
+        [instruction], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5
+    )
+    on_left = instruction > 0.6 * len(steps)
     style: Style = {"ha": "right" if on_left else "left", "fontsize": 9, "color": INK, "path_effects": CASING}
-    text, offset = f"{format_bytes(moment.bytes)} in instruction {place}", (-9 if on_left else 9, 6)
-    axes.annotate(text, (place, moment.bytes / size), offset, textcoords="offset points", **style)
+    text, offset = f"{format_bytes(moment.bytes)} in instruction {instruction}", (-9 if on_left else 9, 6)
+    axes.annotate(text, (instruction, moment.bytes / size), offset, textcoords="offset points", **style)
     axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(0, top))
     axes.set_xlabel("instructions of the rank's program, in their order; grey: backward", fontsize=10)
 

@@ -258,7 +258,7 @@ def _format_table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[st
     cell = 'style="text-align:right;padding:0 0.6em"'
     first = 'style="text-align:left;padding:0 0.6em 0 0;font-weight:normal"'
     head = "".join(
-        f'<th scope="col" {cell if place else first}>{escape(name)}</th>' for place, name in enumerate(heads)
+        f'<th scope="col" {cell if column else first}>{escape(name)}</th>' for column, name in enumerate(heads)
     )
     body = "".join(
         f'<tr><th scope="row" {first}>{escape(name)}</th>'

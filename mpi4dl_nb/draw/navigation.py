@@ -152,12 +152,10 @@ def are_tiles(places: object, picture: Picture) -> bool:
     if not isinstance(places, list) or len(places) > MOST_TILES:
         return False
     sides, levels = picture.shape(), range(count_levels(picture))
-    for place in places:
-        if (
-            not _are_integers(place, 3) or place[0] not in levels
-        ):  # a level is a power of two: checked before it is used
+    for tile in places:
+        if not _are_integers(tile, 3) or tile[0] not in levels:  # a level is a power of two: checked before it is used
             return False
-        level, *at = place
+        level, *at = tile
         if not all(index >= 0 and index * (TILE_PX << level) < px for index, px in zip(at, sides, strict=True)):
             return False
     return True
@@ -208,7 +206,7 @@ def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
     >>> get_pixel_at(3.7, -0.2, (8, 8))
     (0, 3)
     """
-    return tuple(min(max(int(place), 0), limit - 1) for place, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
+    return tuple(min(max(int(coordinate), 0), limit - 1) for coordinate, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
 
 
 def scale_pixel(at: Pixel, size_px: Pixel, other_px: Pixel) -> Pixel:
@@ -248,7 +246,9 @@ def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
     >>> find_owner(Grid(2, 2), (50, 20), (100, 100))
     2
     """
-    return next(number for number, tile in enumerate(grid.cut(*size_px)) if at[0] in tile.rows and at[1] in tile.cols)
+    return next(
+        tile_number for tile_number, tile in enumerate(grid.cut(*size_px)) if at[0] in tile.rows and at[1] in tile.cols
+    )
 
 
 def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:

@@ -103,8 +103,8 @@ def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[st
 
 
 def _pair(count: int, name: str, words: str = "") -> tuple[str, str]:
-    number, _, plain = format_count(count, name).partition(" ")
-    return number, words or plain
+    count_text, _, plain = format_count(count, name).partition(" ")
+    return count_text, words or plain
 
 
 def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def judge_memory(peak_bytes: int | None, limit_bytes: int | None) -> int:
 def describe_load_groups(
     loads: Sequence[RankLoad], machine: Machine | None
 ) -> tuple[tuple[dict[str, Any], ...], bytes]:
-    """Return the distinct loads of ranks, and for each rank the number of its load as int32.
+    """Return the distinct loads of ranks, and for each rank the index of its load as int32.
 
     A load is a dict of its `level` of `LEVELS` and the `word` for it, its `share` of the memory of the fullest rank,
     and `lines` of text.
@@ -165,8 +165,8 @@ def describe_load_groups(
     groups, limit = group_loads(loads), machine.get_rank_bytes(len(loads)) if machine else None
     most = max((load.peak_bytes or 0 for load in loads), default=0) or 1
     descriptions, of_rank = [], np.zeros(len(loads), dtype="<i4")
-    for number, (load, ranks) in enumerate(groups.items()):
-        of_rank[list(ranks)] = number
+    for index, (load, ranks) in enumerate(groups.items()):
+        of_rank[list(ranks)] = index
         level = judge_memory(load.peak_bytes, limit)
         share = (load.peak_bytes or 0) / most
         word = UNCOUNTED if level < 0 else LEVELS[level]

@@ -163,10 +163,10 @@ def _find_edges(
     if known.region is not None and known.pitch_px is not None:
         return _to_finest(picture, known.level, known.region[:2], known.pitch_px, map_px)
     if known.region is None:
-        for number in range(len(picture.levels)):
-            pitches = find_pitches(picture.shape(number), map_px)
+        for index in range(len(picture.levels)):
+            pitches = find_pitches(picture.shape(index), map_px)
             if pitches is not None:
-                return _to_finest(picture, number, (0, 0), pitches, map_px)
+                return _to_finest(picture, index, (0, 0), pitches, map_px)
     raise PlanError(
         f"Where a map of {format_size(map_px)} px lies in {picture.name}, of {format_size(picture.shape())} px, is not "
         "known: neither side is a whole fraction of it. Say which pixels it is of: region=(y0, x0, height, width), and "

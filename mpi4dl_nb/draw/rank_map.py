@@ -180,11 +180,11 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
     for index, pipe in enumerate(sheet.pipes):
         _draw_copy(axes, sheet, pipe, sheet.compute_top(index))
     crowded = min(width for _, width in sheet.columns) < 0.75
-    for number, (stage, (left, width)) in enumerate(zip(layout.stages, sheet.columns, strict=True)):
+    for stage_index, (stage, (left, width)) in enumerate(zip(layout.stages, sheet.columns, strict=True)):
         tiles = f"{stage.grid} tiles" if stage.grid.tiles > 1 else f"{stage.shares} shares" if stage.shares > 1 else ""
-        forms = [f"stage {number}\n{tiles}".strip(), f"stage {number}"]
+        forms = [f"stage {stage_index}\n{tiles}".strip(), f"stage {stage_index}"]
         middle = left + width / 2, TOP_IN - 0.06
-        forms = [str(number)] if crowded else forms
+        forms = [str(stage_index)] if crowded else forms
         write_first_fit(axes, *middle, forms, (width + 0.1) * figure.dpi, fontsize=9, va="bottom")
     if more:
         ranks = sorted({rank for pipe in more for stage in pipe.stages for rank in stage.ranks})
@@ -195,9 +195,9 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
     descriptions = []
     for pipe in layout.pipes:
         stages = []
-        for number, stage in enumerate(pipe.stages):
+        for stage_index, stage in enumerate(pipe.stages):
             cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""
-            stages.append(f"stage {number}{cut} on {format_ranks(stage.ranks)}")
+            stages.append(f"stage {stage_index}{cut} on {format_ranks(stage.ranks)}")
         descriptions.append(f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}")
     figure.alt = f"{plan.summary}. {'; '.join([*descriptions, *describe_loads(groups, missing)])}."
     figure.alt += f" {foreseen}" * bool(foreseen)

@@ -232,11 +232,11 @@ def _describe_verdict(verdict: Verdict | None, by: str) -> tuple[str, list[str]]
     if not verdict.fits:
         need = format_bytes(verdict.best.peak_bytes)
         return "large", [f"needs\n{need}", need]
-    number, share, best = f"{format_number(verdict.best.images_per_s)}/s", format_percent(verdict.share), "fastest"
+    value, share, best = f"{format_number(verdict.best.images_per_s)}/s", format_percent(verdict.share), "fastest"
     if by == "memory":
-        number, best = format_bytes(verdict.best.peak_bytes), "least"
+        value, best = format_bytes(verdict.best.peak_bytes), "least"
         share = f"{format_number(1 / verdict.share)} times"
     if verdict.share == 1:
-        return "fastest", [f"{number}\n{best}", number]
+        return "fastest", [f"{value}\n{best}", value]
     look = "fast" if verdict.share >= FAST else "half" if verdict.share >= HALF else "slow"
-    return look, [f"{number}\n{share}", number]
+    return look, [f"{value}\n{share}", value]

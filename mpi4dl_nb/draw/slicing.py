@@ -157,8 +157,8 @@ def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[in
 def describe_values(rasters: RasterCache, point: HaloPoint, place: Tile) -> str:
     """Return red, green and blue of the pixels of a place, row by row."""
     rows = [
-        f"row {number}: {', '.join(' '.join(map(str, pixel)) for pixel in row)}"
-        for number, row in enumerate(rasters.render_region(point.size_px, place), start=place.rows.start)
+        f"row {index}: {', '.join(' '.join(map(str, pixel)) for pixel in row)}"
+        for index, row in enumerate(rasters.render_region(point.size_px, place), start=place.rows.start)
     ]
     return f"Pixel values (red green blue) from column {place.cols.start} on: {'; '.join(rows)}"
 
@@ -403,7 +403,7 @@ def _draw_whole(main: Axes, side: Axes | None, rasters: RasterCache, point: Halo
     # Labels avoid the frame of the zoomed place, which is therefore drawn first. If the arrows are labelled, the chosen
     # tile has a label already, with what it borrows.
     lettered = draw_halo_arrows(main, point, rank, avoid)
-    untold = {owner: number for owner, number in point.numbers.items() if owner != rank or not lettered}
+    untold = {owner: tile_number for owner, tile_number in point.numbers.items() if owner != rank or not lettered}
     label_tiles(main, untold, tiles, tiles[rank], avoid)
     return bool(lettered)
 

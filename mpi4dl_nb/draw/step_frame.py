@@ -68,10 +68,10 @@ class _Values:
         if tensor is None or not tensor.numel():
             return None
         numbers = np.ascontiguousarray(tensor.numpy(), dtype="<f4")
-        place = [self.count, *numbers.shape]
+        position = [self.count, *numbers.shape]
         self.count += numbers.size
         self.parts.append(numbers.tobytes())
-        return place
+        return position
 
     def add_row(self, tensor: Tensor | None) -> list[int] | None:
         """Add values (n) as one row."""
@@ -216,7 +216,7 @@ def describe_scene(stepping: DebuggedStep) -> dict[str, Any]:
                 row, col = divmod(tile, cols)
                 homes[rank] = {"box": len(boxes), "row": row, "col": col}
             boxes.append({"title": ", ".join(names), "rows": rows, "cols": cols, "replica": pipe.replica})
-    looks = {key: place for place, key in enumerate(SLOTS)}
+    looks = {key: index for index, key in enumerate(SLOTS)}
     lanes = [
         [
             (slot.start, slot.stop, schedule.format_action(slot.work), looks[slot.work.kind, slot.work.direction > 0])

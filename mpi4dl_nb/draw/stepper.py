@@ -124,7 +124,7 @@ def describe_step(view: StepView, focus: int = 0) -> str:
         )
     if view.landed:
         strips = _cut_strips(view, min(focus, len(view.landed) - 1))
-        numbers = (f"{name}: {', '.join(f'{number:.4g}' for number in row[0])}" for name, row in strips.known.items())
+        numbers = (f"{name}: {', '.join(f'{value:.4g}' for value in row[0])}" for name, row in strips.known.items())
         head, first = " ".join(strips.head.split()), strips.span.start + strips.skipped * bool(strips.known)
         descriptions.append(f"{head}. From {strips.along} {first} on: {'; '.join(numbers)}.")
     return " ".join((describe_event(view.event), *descriptions)).strip()
@@ -459,8 +459,8 @@ def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -
         axes.imshow(
             numbers, extent=(-0.5, long - 0.5, top + 2, top + 1), aspect="auto", interpolation="nearest", **look
         )
-        for (line, column), number in np.ndenumerate(numbers):
-            text = f"{number:.3g}" if not number or 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+        for (line, column), value in np.ndenumerate(numbers):
+            text = f"{value:.3g}" if not value or 1e-3 <= abs(value) < 1e4 else f"{value:.1e}"
             axes.text(column, top + 1 + (line + 0.5) / deep, text, **NUMBER)
         for at in range(long):
             text = f"{'' if at else along}{first + at}"

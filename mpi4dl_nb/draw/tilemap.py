@@ -62,7 +62,7 @@ def draw_first_fit(
             for rank, text in lettered.items()
             for corner in (boxes[text].min, boxes[text].max)
         )
-        if inside and not any(one.overlaps(other) for one, other in combinations([*boxes.values(), *avoid], 2)):
+        if inside and not any(box.overlaps(other) for box, other in combinations([*boxes.values(), *avoid], 2)):
             return lettered
         for text in lettered.values():
             text.remove()
@@ -116,10 +116,12 @@ def draw_scale_bar(axes: Axes, picture: Picture, size_px: tuple[int, int]) -> No
     length = max(digit * power for digit in (1, 2, 5) if digit * power <= most)
     # Below the tick labels, beside the name of the axis: within the picture there are labels of tiles in all corners.
     axes.set_xlabel(axes.get_xlabel(), loc="left")
-    place = {"bbox_to_anchor": (1, 0), "bbox_transform": axes.transAxes, "pad": 2.0, "borderpad": 0}
+    anchor = {"bbox_to_anchor": (1, 0), "bbox_transform": axes.transAxes, "pad": 2.0, "borderpad": 0}
     look = {"frameon": False, "color": INK, "size_vertical": abs(axes.viewLim.height) / 200, "sep": 3}
     axes.add_artist(
-        AnchoredSizeBar(axes.transData, length / microns_per_px, format_microns(length), "upper right", **place, **look)
+        AnchoredSizeBar(
+            axes.transData, length / microns_per_px, format_microns(length), "upper right", **anchor, **look
+        )
     )
 
 
@@ -152,8 +154,8 @@ def label_tiles(
         paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
         style: Style = {"fontsize": size, "weight": "bold", "color": INK, "zorder": 10, "bbox": paper}
         lettered: dict[int, Text] = {}
-        for rank, number in names.items():
-            tile, text = tiles[rank], form.format(tile=number, rank=rank)
+        for rank, tile_number in names.items():
+            tile, text = tiles[rank], form.format(tile=tile_number, rank=rank)
             right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
             corner = tile.cols.stop if right else tile.cols.start, tile.rows.stop if low else tile.rows.start
             inwards = -1.2 * size if right else 1.2 * size, 1.2 * size if low else -1.2 * size

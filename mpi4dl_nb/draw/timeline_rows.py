@@ -64,18 +64,18 @@ def make_timeline_rows(
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
     labels = make_row_labels(charts, plan)
     places = {rank: row for row, rank in enumerate(timeline.ranks)}
-    looks = {style: place for place, style in enumerate(ORDER)}
+    looks = {style: index for index, style in enumerate(ORDER)}
     names: Names = {}
     kinds: Names = {}
     phases: Names = {}
     times, codes = [], []
     for chart in charts.values():
-        for place, event in sorted(enumerate(chart.events), key=lambda item: (item[1].rank, item[1].start_s)):
+        for index, event in sorted(enumerate(chart.events), key=lambda item: (item[1].rank, item[1].start_s)):
             span = event.start_s - chart.start_s, event.end_s - chart.start_s
             times.append((*span, event.wait_s, event.bytes))
             keys = (names, event.name), (kinds, event.kind), (phases, event.phase)
             numbers = [known.setdefault(key, len(known)) for known, key in keys]
-            codes.append((places[event.rank], looks[get_style(event)], *numbers, event.micro_batch, place))
+            codes.append((places[event.rank], looks[get_style(event)], *numbers, event.micro_batch, index))
     words = {
         "looks": [asdict(style) for style in ORDER],
         "wait": looks[WAIT],

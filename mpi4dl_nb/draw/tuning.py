@@ -42,8 +42,8 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     that word, the number from 1 and the plan's name.
     """
     upper = lower = ""  # two rows of headers, since some headers span two columns
-    for place, (name, *parts) in enumerate(COLUMNS):
-        style = f"{_NUMBER if place >= NUMBERS else _WORDS}; vertical-align: bottom"
+    for column, (name, *parts) in enumerate(COLUMNS):
+        style = f"{_NUMBER if column >= NUMBERS else _WORDS}; vertical-align: bottom"
         if not parts:
             upper += f'<th scope="col" rowspan="2" style="{style}">{name}</th>'
             continue
@@ -52,8 +52,8 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
             label = f'scope="col" aria-label="{name} {part}"'
             lower += f'<th {label} style="{style}; font-weight: normal">{part}</th>'
     rows = ""
-    for number, candidate in enumerate(candidates, 1):
-        plan, name, first = candidate.plan, describe_plan(candidate.plan), str(number)
+    for position, candidate in enumerate(candidates, 1):
+        plan, name, first = candidate.plan, describe_plan(candidate.plan), str(position)
         rest = (
             str(plan.split_size),
             format_grids(plan),
@@ -69,13 +69,13 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
             "–" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
         )
         if choose:
-            label = escape(f"{choose} {number}: {name}")
+            label = escape(f"{choose} {position}: {name}")
             first = f'<input type="radio" value="{escape(repr(plan))}" aria-label="{label}"> {first}'
         rows += f'<tr title="{escape(candidate.failure)}">' if candidate.failure else "<tr>"
         rows += f'<td style="{_WORDS}; white-space: nowrap">{first}</td>'
         rows += f'<th scope="row" style="{_WORDS}; font-weight: normal">{escape(name)}</th>'
-        for place, text in enumerate(rest, start=2):
-            rows += f'<td style="{_NUMBER if place >= NUMBERS else _WORDS}">{escape(text)}</td>'
+        for column, text in enumerate(rest, start=2):
+            rows += f'<td style="{_NUMBER if column >= NUMBERS else _WORDS}">{escape(text)}</td>'
         rows += "</tr>"
     caption = f"{len(candidates)} plans, the best first: measured ones before those that are only predicted"
     return (
@@ -163,7 +163,7 @@ def show_tuning(
         (candidate.predicted_bytes / MB, candidate.peak_bytes and candidate.peak_bytes / MB) for candidate in shown
     ]
     _draw_bars(right, in_mb, lambda held: format_bytes(round(held * MB)))
-    names = [f"{number}. {describe_plan(candidate.plan)}" for number, candidate in enumerate(shown, 1)]
+    names = [f"{position}. {describe_plan(candidate.plan)}" for position, candidate in enumerate(shown, 1)]
     left.set(xlabel="images per second", ylim=(len(shown) - 0.4, -0.6))
     left.set_yticks(range(len(shown)), names, fontsize=9)
     right.set(xlabel=MEMORY)
@@ -190,15 +190,15 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
     for kind, look in KIND_LOOKS.items():
         mine = [point for point in points if point.kind == kind]
         faces = {"measured": look.colour, "predicted": f"{look.colour}33", "too large": "none"}
-        for number, (state, face) in enumerate(faces.items()):
+        for index, (state, face) in enumerate(faces.items()):
             places = [
                 (point.cost[1] / MB, point.cost[0] * 1e3)
                 for point in mine
-                if number == (2 if not point.number else not point.measured_image_s)
+                if index == (2 if not point.number else not point.measured_image_s)
             ]
             style: Style = {"marker": look.marker, "s": 64, "facecolors": face, "edgecolors": look.colour}
             if places:
-                style |= {"linewidths": 1.2, "label": f"{look.name}, {state}", "zorder": 4 - number}
+                style |= {"linewidths": 1.2, "label": f"{look.name}, {state}", "zorder": 4 - index}
                 axes.scatter(*zip(*places, strict=True), **style)
     front = sorted((point.cost[1] / MB, point.cost[0] * 1e3) for point in points if point.on_front)
     if front:

@@ -68,17 +68,17 @@ class TuningPoint:
 
 
 def find_pareto_front(costs: Sequence[tuple[float, float]]) -> set[int]:
-    """Return the places of the costs that no other cost beats in one number without being worse in the other.
+    """Return the indices of the costs that no other cost beats in one number without being worse in the other.
 
     >>> sorted(find_pareto_front([(1, 9), (2, 5), (3, 6), (4, 1), (4, 1)]))
     [0, 1, 3, 4]
     """
     front: set[int] = set()
     least: tuple[float, float] | None = None
-    for place in sorted(range(len(costs)), key=lambda place: costs[place]):
-        if least is None or costs[place][1] < least[1] or costs[place] == least:
-            front.add(place)
-            least = costs[place]
+    for index in sorted(range(len(costs)), key=lambda index: costs[index]):
+        if least is None or costs[index][1] < least[1] or costs[index] == least:
+            front.add(index)
+            least = costs[index]
     return front
 
 
@@ -94,7 +94,7 @@ def make_points(
     """
     points = [
         TuningPoint(
-            number,
+            position,
             repr(candidate.plan),
             describe_plan(candidate.plan),
             classify_plan(candidate.plan),
@@ -104,10 +104,10 @@ def make_points(
             candidate.peak_bytes,
             candidate.failure,
         )
-        for number, candidate in enumerate(candidates, 1)
+        for position, candidate in enumerate(candidates, 1)
     ]
     works = [point for point in points if not point.failure]
-    front = {works[place].number for place in find_pareto_front([point.cost for point in works])}
+    front = {works[index].number for index in find_pareto_front([point.cost for point in works])}
     points += [
         TuningPoint(
             0,

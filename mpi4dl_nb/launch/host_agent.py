@@ -158,8 +158,8 @@ def _send(**what: object) -> None:
 def main() -> None:
     """Serve requests until the input ends or is silent for too long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for the ranks
-    for number in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(1))  # sent by batch systems: exit through the cleanup
+    for signal_number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: sys.exit(1))  # sent by batch systems: exit through the cleanup
     # 60 s for the first order; after that the notebook says how long it may be silent.
     lines, silence_s = _LineReader(), 60.0
     home = memory = tempfile.mkdtemp(prefix="mpi4dl_nb-")

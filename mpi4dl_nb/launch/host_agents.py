@@ -123,8 +123,8 @@ class HostAgents:
     def __init__(self, commands: Mapping[str, list[str]], home: str) -> None:
         self.agents: dict[str, HostAgent] = {}
         self._closed, self._beats = Event(), 0
-        for number, (host, command) in enumerate(commands.items()):
-            self.agents[host] = HostAgent(host, command, Path(home, f"host-agent-{number}.log"))
+        for index, (host, command) in enumerate(commands.items()):
+            self.agents[host] = HostAgent(host, command, Path(home, f"host-agent-{index}.log"))
 
     def collect_facts(
         self, towards: Mapping[str, str], ranks: Mapping[str, int], folder: str, mpiexec: str
@@ -132,12 +132,12 @@ class HostAgents:
         """Return the facts of all hosts (`host_agent.collect_facts`). Raises RankError if one is silent or differs."""
         until_s = time.monotonic() + _REPLY_S
         for host, agent in self.agents.items():
-            own = {"towards": towards[host], "ranks": ranks[host], "paths": _get_paths()}
-            agent.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **own)
-        own = host_agent.collect_versions(mpiexec)
+            details = {"towards": towards[host], "ranks": ranks[host], "paths": _get_paths()}
+            agent.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **details)
+        versions = host_agent.collect_versions(mpiexec)
         replies = {host: agent.wait_for_reply("facts", until_s) for host, agent in self.agents.items()}
         for host, facts in replies.items():
-            check_alike(host, facts, own, folder)
+            check_alike(host, facts, versions, folder)
         Thread(target=self._send_heartbeats, name="heartbeats of host agents", daemon=True).start()
         return replies
 

@@ -299,7 +299,7 @@ class _Range:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{number:0{self._width}d}" for number in self._numbers)
+        return (f"{host_number:0{self._width}d}" for host_number in self._numbers)
 
 
 def _parse_ranges(piece: str, nodes: str) -> Sequence[list[str] | _Range]:

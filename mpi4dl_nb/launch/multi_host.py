@@ -241,9 +241,9 @@ class MultiHost:
         # One program after another, each with its own variables, but all in the same MPI_COMM_WORLD:
         #
         #     mpiexec ... -n 2 -H node1:2 start.py --with-file .../variables.json python ... : -n 1 -H node2:1 ...
-        for number, share in enumerate(self.shares):
+        for index, share in enumerate(self.shares):
             count, (home, _) = len(share.ranks), self._get_agents().get_folders(share.name)
-            flags += [":"] * (number > 0)
+            flags += [":"] * (index > 0)
             flags += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
             flags += add_variables(str(Path(home, _VARIABLES)), program)
         return flags

@@ -77,15 +77,15 @@ def make_plan_table(
     """
     rows: list[dict[str, Any]] = []
     with show_counts("Computing the plans of the page", shows_counts) as report:
-        for number, near in enumerate(plans):
+        for plan_number, near in enumerate(plans):
             with suppress(Mpi4dlError):  # a plan that this model or these images do not allow
-                rows.append(_describe_plan(planning, near, machine, no_machine, number))
-            report(number + 1, len(plans))
+                rows.append(_describe_plan(planning, near, machine, no_machine, plan_number))
+            report(plan_number + 1, len(plans))
     return rows
 
 
 def _describe_plan(
-    planning: PlanCache, plan: Plan, machine: Machine | None, no_machine: str, number: int
+    planning: PlanCache, plan: Plan, machine: Machine | None, no_machine: str, plan_number: int
 ) -> dict[str, Any]:
     if plan.ranks > MOST_BLOCKS:
         raise PlanError(f"A page shows {MOST_BLOCKS} ranks at most.")
@@ -94,9 +94,12 @@ def _describe_plan(
     groups, of_rank = describe_load_groups(compiled.loads, machine)
     return {
         "values": describe_texts({name: getattr(plan, name) for name in OPTIONS}),
-        "shape": {"plan": number, "summary": plan.summary, **shape.to_json()},
+        "shape": {"plan": plan_number, "summary": plan.summary, **shape.to_json()},
         "blocks": base64.b64encode(shape.blocks).decode(),
-        "loads": {"plan": number, "groups": list(groups)},
+        "loads": {"plan": plan_number, "groups": list(groups)},
         "rank_groups": base64.b64encode(of_rank).decode(),
-        "gauges": {"plan": number, "now": list(measure_gauges(compiled.loads, machine, compiled.forecast, no_machine))},
+        "gauges": {
+            "plan": plan_number,
+            "now": list(measure_gauges(compiled.loads, machine, compiled.forecast, no_machine)),
+        },
     }

@@ -41,8 +41,8 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
     of the loss.
     """
     whole, batches = {}, recipe.plan.batches
-    for name, given in (("images", images), ("labels", labels)):
-        spec, tensor = recipe.step_specs[name], _to_tensor(name, given)
+    for name, values in (("images", images), ("labels", labels)):
+        spec, tensor = recipe.step_specs[name], _to_tensor(name, values)
         if name == "images" and tuple(tensor.shape) == spec.shape[1:]:
             raise ImageError(
                 f"images have shape {tuple(tensor.shape)}, which is one image, but a step takes {spec.shape[0]}: "
@@ -70,27 +70,27 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
     return whole
 
 
-def _to_tensor(name: str, given: Any) -> Tensor:
+def _to_tensor(name: str, values: Any) -> Tensor:
     """Return what was given as images or labels as a tensor. Raises ImageError if it is none and no array."""
     try:
-        return make_tensor(given)
+        return make_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "Give a tensor or an array of numbers."
-        if given is None:
+        if values is None:
             remedy = "A step takes images and their labels, and the loss both a prediction and labels."
-        elif name == "labels" and (packing := format_packing(given)):
+        elif name == "labels" and (packing := format_packing(values)):
             remedy = packing.strip()
-        elif isinstance(given, Mapping):
-            remedy = f"Give the tensor in it, such as batch[{next(iter(given), name)!r}]."
-        elif isinstance(given, str | PathLike):
+        elif isinstance(values, Mapping):
+            remedy = f"Give the tensor in it, such as batch[{next(iter(values), name)!r}]."
+        elif isinstance(values, str | PathLike):
             remedy = "Files are read by folder_images and table_images, for fit, and by open_image."
-        elif isinstance(given, list | tuple) and any(isinstance(part, Tensor) for part in given):
+        elif isinstance(values, list | tuple) and any(isinstance(part, Tensor) for part in values):
             remedy = f"Make one of them: torch.stack({name}) or torch.cat({name})" + (
                 "; several images of one sample are channels of one image: torch.cat(images, 1)."
                 if name == "images"
                 else "."
             )
-        raise ImageError(f"{name} are {describe_value(given)}, and no tensor. {remedy}") from error
+        raise ImageError(f"{name} are {describe_value(values)}, and no tensor. {remedy}") from error
 
 
 # The numbers of images in batches, as far as they are known before the first step.
@@ -154,7 +154,7 @@ def find_batch_sizes(data: Iterable[Batch] | CachedBatches, full: int) -> Sequen
         counts = [count_images(batch) for batch in data]
         if not counts or counts[0] != full:
             return None  # the first step raises the error
-        wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
+        wrong = next((index for index, count in enumerate(counts) if not 0 < count <= full), None)
         if wrong is not None:
             raise ImageError(
                 f"Batch {wrong} has {counts[wrong]} images, but a step takes {full}. Give batches of {full} images, or "

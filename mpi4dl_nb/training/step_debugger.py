@@ -188,10 +188,10 @@ class StepDebugger(FactTable):
 
         if not any(is_target(who, label) for who, steps in enumerate(self.steps) for label in steps):
             asked = {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
-            given = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
+            conditions = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
             ranks, micro_batches = len(self.steps), self.training.plan.micro_batches
             raise PlanError(
-                f"No instruction of the step is of {given}. Ask for fewer of these at once; there are ranks 0 to "
+                f"No instruction of the step is of {conditions}. Ask for fewer of these at once; there are ranks 0 to "
                 f"{ranks - 1} and micro-batches 0 to {micro_batches - 1}."
             )
         # Advance as all ranks do at once, one instruction each where possible, but only on paper: the ranks are called
@@ -304,7 +304,7 @@ class StepDebugger(FactTable):
         # messages; by the order of dependencies, none waits for an instruction beyond another one's target.
         last = target == self.order.ends
         with self.training.cluster.turn:  # the update and its count here are one, whatever thread steps next
-            standings = self._call("advance", [(place,) for place in target])
+            standings = self._call("advance", [(done,) for done in target])
             if last:  # the update is done: this was a step of the training
                 self.training.record_step([standing.outcome[0] for standing in standings], self.images)
         self._update_event(target, self.event.number + 1, standings, self.event.places)

@@ -363,8 +363,8 @@ class Training(TrainingHandle):
         """
         if isinstance(source, torch.Tensor | np.ndarray) and source.ndim == 4:  # (N, C, H, W)
             changed = {"to": to, "region": region, "level": level or None, "kind": kind, "class_names": class_names}
-            asked = {name: given is not None for name, given in changed.items()} | {"activation": activation != "auto"}
-            if unread := [f"{name}=" for name, given in asked.items() if given]:
+            asked = {name: value is not None for name, value in changed.items()} | {"activation": activation != "auto"}
+            if unread := [f"{name}=" for name, is_given in asked.items() if is_given]:
                 raise PlanError(
                     f"{', '.join(unread)} has no effect for a batch, of which all scores are returned. Leave it out, "
                     "or give a picture: a path, or an (H, W, 3) array of bytes."

@@ -286,10 +286,12 @@ def describe_training(training: TrainingHandle) -> dict[str, object]:
         "Cluster": f"{training.cluster.n} ranks, {training.cluster.state}",
         "Steps": training.steps,
     }
-    losses = {number: loss for report in training.reports for number, loss in report.losses.items()}
+    losses = {micro_batch: loss for report in training.reports for micro_batch, loss in report.losses.items()}
     if losses:
         facts["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
         memory = [report.memory_bytes for report in training.reports]
-        one = training.cluster.is_one_process
-        facts["Memory"] = f"{format_bytes(memory[0])}, all ranks" if one else ", ".join(map(format_bytes, memory))
+        is_one_process = training.cluster.is_one_process
+        facts["Memory"] = (
+            f"{format_bytes(memory[0])}, all ranks" if is_one_process else ", ".join(map(format_bytes, memory))
+        )
     return facts

@@ -241,7 +241,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         with self._turn, pause_gc(), self._show_plan_errors(touched):
             self._compiling.mark_done()  # discards what is under way for an earlier plan
             self._counting.mark_done()
-            number = next(self._numbers)
+            plan_number = next(self._numbers)
             for knob, most in ((self.image_px, MOST_PX), (self.batch, MOST_IMAGES)):
                 if type(knob.value) is not int or not 0 < knob.value <= most:
                     raise PlanError(f"{knob.name}={knob.value!r} must be a whole number from 1 to {most:,}.")
@@ -253,7 +253,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
                     f"{plan.summary} has {plan.ranks:,} ranks, and a page shows at most {MOST_BLOCKS:,}. Choose fewer "
                     "tiles, stages or replicas; forecast() predicts larger plans."
                 )
-            shown = number, plan.summary, count_plan(plan, planning.traces.image_shape)
+            shown = plan_number, plan.summary, count_plan(plan, planning.traces.image_shape)
             self._resolve_machine()
             if planning.has_compiled(plan):
                 self._accept(planning, plan, shown)
@@ -292,10 +292,10 @@ class Configurator(StillFigure, ipywidgets.VBox):
         compiled, machine = planning.get_compiled(plan), self._resolve_machine()
         is_counted = compiled.is_counted(machine)
         self.planning, self._shown, self._foreseen = planning, shown, ""
-        self._found = found = compiled if is_counted else compiled.untimed
+        self._found = current = compiled if is_counted else compiled.untimed
         self._gauges = {"plan": shown[0], "now": self._gauges["now"], "before": self._gauges["now"]}
         self.view.show_shape(*shown)
-        self._show_costs(shown[0], found, machine, "", is_counted)
+        self._show_costs(shown[0], current, machine, "", is_counted)
         if is_counted:
             self._counting.submit(self._save_counted)
         else:
@@ -305,7 +305,9 @@ class Configurator(StillFigure, ipywidgets.VBox):
         if self._counting.pause(COUNT_AFTER_S, is_asked):
             self.update_snapshot()
 
-    def _count(self, planning: PlanCache, plan: Plan, number: int, machine: Machine | None, is_asked: IsAsked) -> None:
+    def _count(
+        self, planning: PlanCache, plan: Plan, plan_number: int, machine: Machine | None, is_asked: IsAsked
+    ) -> None:
         """Show the memory and the time of each rank, or the reason why they cannot be counted."""
         if not self._counting.pause(COUNT_AFTER_S, is_asked):
             return
@@ -321,40 +323,40 @@ class Configurator(StillFigure, ipywidgets.VBox):
                 if compiled is None or not is_asked():
                     return
                 self._found = compiled
-                self._show_costs(number, compiled, machine, why, bool(why) or wanted is machine)
+                self._show_costs(plan_number, compiled, machine, why, bool(why) or wanted is machine)
             if why:
                 break
         self.update_snapshot()
 
     def _show_costs(
-        self, number: int, compiled: CompiledPlan, machine: Machine | None, why: str, is_complete: bool
+        self, plan_number: int, compiled: CompiledPlan, machine: Machine | None, why: str, is_complete: bool
     ) -> None:
         """Show the loads of the current plan's ranks, and its gauges once they are complete."""
-        self.view.show_loads(number, *describe_load_groups(compiled.loads, machine))
+        self.view.show_loads(plan_number, *describe_load_groups(compiled.loads, machine))
         if is_complete:
             known = describe_forecast(compiled.forecast, machine) if compiled.forecast and machine else NO_MACHINE
             self._foreseen = why or known
             gauges = measure_gauges(compiled.loads, machine, compiled.forecast, why or NO_MACHINE)
-            self._gauges = self._gauges | {"plan": number, "now": list(gauges)}
+            self._gauges = self._gauges | {"plan": plan_number, "now": list(gauges)}
             self.view.gauges = self._gauges
         self._show_state("" if is_complete else WEIGHING)
 
     @contextmanager
     def _show_plan_errors(self, touched: str) -> Iterator[None]:
         """Show an error of the body at the knob that it concerns. The last valid plan remains in use."""
-        place = text = ""
+        knob_name = text = ""
         try:
             yield
         except Mpi4dlError as error:
             self._error, text = error, str(error)
             named = (name for name in (IMAGE_PX, BATCH, MACHINE) if text.startswith(f"{name}="))
-            place = next(named, find_plan_option(text, touched))
+            knob_name = next(named, find_plan_option(text, touched))
             if self._shown:
                 self.view.show_shape(*self._shown)
             self._show_state(LAST if self._found else "", text)
         for name, knob in self._all.items():
-            knob.trouble = text if name == place else ""
-        self.view.errors = {place: text} if text else {}
+            knob.trouble = text if name == knob_name else ""
+        self.view.errors = {knob_name: text} if text else {}
         self.view.values = describe_texts({name: knob.value for name, knob in self._all.items()})
 
     def _show_state(self, doing: str = "", wrong: str = "") -> None:

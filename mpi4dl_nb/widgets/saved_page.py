@@ -189,6 +189,6 @@ def _pack(data: Mapping[str, Any]) -> str:
 
 def _make_script(codes: Sequence[str]) -> str:
     """Return the script of a page, with the module of each view."""
-    own, makers = wrap_module(join_modules("saved/saved_page.js")), ",\n".join(map(wrap_module, codes))
-    script = f"({own})().showPage([{makers}], {json.dumps(NO_KERNEL)});"
+    page_module, makers = wrap_module(join_modules("saved/saved_page.js")), ",\n".join(map(wrap_module, codes))
+    script = f"({page_module})().showPage([{makers}], {json.dumps(NO_KERNEL)});"
     return script.replace("</script", "<\\/script")

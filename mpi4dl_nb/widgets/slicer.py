@@ -129,19 +129,19 @@ class SlicerView(BoundedView):
                 f"picture_bytes={MIN_PICTURE_BYTES:,} or more."
             )
         facts = self.facts | {"picture": self.facts["picture"] | {"finest": min(level for level, _, _ in tiles)}}
-        answers = {make_key(place): ({"tiles": [place], "trouble": ""}, (pixels,)) for place, pixels in tiles.items()}
+        answers = {make_key(tile): ({"tiles": [tile], "trouble": ""}, (pixels,)) for tile, pixels in tiles.items()}
         return replace(saved, values=saved.values | {"facts": facts}, answers={"tiles": answers})
 
     def _send_pictures(self) -> None:
         self.send({"pictures": True}, self._pictures)
 
     def _send_tiles(self, tiles: Sequence[Sequence[int]]) -> None:
-        for place in tiles:  # one message each: the page shows a tile when it has come
+        for tile in tiles:  # one message each: the page shows a tile when it has come
             try:
-                pixels, trouble = encode_tile(self.picture, *place), ""
+                pixels, trouble = encode_tile(self.picture, *tile), ""
             except Exception as error:  # a slide that the caller has opened may raise anything
                 pixels, trouble = b"", str(error) or type(error).__name__
-            self.send({"tiles": [place], "trouble": trouble}, [pixels])
+            self.send({"tiles": [tile], "trouble": trouble}, [pixels])
 
 
 class Slicer(PageWidget):
