@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -160,11 +160,11 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     model = run_on_all(world, lambda: build_model(options), PlanError) if world else build_model(options)
     loss = nn.CrossEntropyLoss()
     shape = get_image_shape(options)
-    settings = {"device": options.device, "clip_norm": options.clip_norm}
-    task = Task.of(model, shape, loss, choose_optimiser(options), **settings)
+    moves, clip_norm = choose_optimiser(options), options.clip_norm
+    task = Task.of(model, shape, loss, moves, device=options.device, clip_norm=clip_norm)
     # Every rank has built the model itself, from the same seed; only the trace is shared.
     graph = run_on_first(world, lambda: task.traces.get_graph(wanted)) if world else None
-    recipe = task.prepare(wanted, graph)
+    recipe = replace(task.prepare(wanted, graph))  # without the programs of all ranks, which no rank needs any more
     if world is None or world.rank == 0:
         warn_of_differences(model, loss, recipe, stacklevel=2)
     return model, recipe

@@ -46,14 +46,13 @@ def prepare_prediction(
     """Return the recipe by which ranks compute `model.eval()(images)`.
 
     `image_shape` is (N, C, H, W) of one batch of the plan. Ranks that train hold the weights: `with_state` is false
-    for them. The model is not changed. Raises TraceError or PlanError if
-    the model cannot run under the plan.
+    for them. The model is not changed. Raises TraceError or PlanError if the model cannot run under the plan.
     """
     images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     graph = _trace(model, images, plan, device)
     state = collect_state(model, None, graph) if with_state else {}
     recipe = Recipe(graph, plan, sgd, state, device, additions=UserOps.snapshot())
-    _ = recipe.programs  # refused here, before any rank works
+    recipe.check_programs()
     return recipe
 
 

@@ -28,7 +28,7 @@ from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec, find_upd
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Role
 from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
-from mpi4dl_nb.engines.program.effects import Phase
+from mpi4dl_nb.engines.program.effects import Phase, select_kind
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from mpi4dl_nb.engines.program.rng import find_sample_number
@@ -149,11 +149,8 @@ def _find_computable(
             continue
         # An unknown sum whose terms are computable now belongs to this pass; one of blocked terms, to a later pass.
         if blocked.isdisjoint(effects.reads):
-            match item:
-                case AllReduce():
-                    sums.append(item)
-                case Compute():
-                    able.append(item)
+            sums += select_kind([item], AllReduce)
+            able += select_kind([item], Compute)
         if effects.reductions or not blocked.isdisjoint(effects.reads):
             blocked.update(effects.makes)
     return able, sums, blocked

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpi4dl_nb.engines.comm.world import Message, World, run_on_all
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.geometry.tiles import Grid, Tile
+from mpi4dl_nb.engines.geometry.tiles import Grid, Tile, guess_pixel_axes
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning, compute_classes, compute_probabilities
 from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion
@@ -135,7 +135,7 @@ class TileStitcher:
         meaning: OutputMeaning,
         sink: MakeSink,
     ) -> None:
-        if len(spec.shape) != 4 or feed.axes != tuple(range(2 - len(spec.shape), 0)):
+        if feed.axes != guess_pixel_axes(spec.shape) or not feed.axes:
             raise TraceError(
                 f"The model answers with {spec.shape}; only (N, K, H, W), a score for each class and pixel, can be put "
                 "together from tiles."

@@ -164,8 +164,9 @@ def has_out_kernel(segment: Compute, op: LocalOp, rooms: Container[str]) -> bool
     An op of the same segment that also read the value would get strided memory: a convolution would then make the very
     copy that is saved.
     """
-    read = any(op.out in other.reads for other in segment.ops)
-    return op.out in rooms and op.kernel in _INTO and not (_is_replaced(op) or read)
+    if op.out not in rooms or op.kernel not in _INTO or _is_replaced(op):
+        return False
+    return not any(op.out in other.reads for other in segment.ops)
 
 
 class Segment:

@@ -9,8 +9,9 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from mpi4dl_nb.engines.train.checkpoint_folder import (
     prune,
     publish_draft,
 )
+
+T = TypeVar("T")
 
 # `checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input.
 
@@ -268,19 +271,24 @@ class CheckpointWriter:
 
     def write_file(self, name: str, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
         """Write the file `name` with `tensors`, which are in the order of `specs`."""
-        left = iter(tensors)
+        file = self._try(lambda: TensorFile(self._path / name, specs))
+        self._file = self._file if file is None else file  # `discard` closes the one that failed
+        # After an error all tensors are still taken: a rank whose tensor nobody received would block in its send.
+        for tensor in tensors:
+            if file is not None:
+                self._try(partial(file.add, tensor))
+        if file is not None:
+            self._try(file.close)
+            self.written[name] = {"bytes": file.bytes, "crc32": file.crc32}
+
+    def _try(self, work: Callable[[], T]) -> T | None:
+        """Return the result of work on the disk; None if it fails, or if some has failed before."""
         if self._failure is None:
             try:
-                file = self._file = TensorFile(self._path / name, specs)
-                for tensor in left:
-                    file.add(tensor)
-                file.close()
-                self.written[name] = {"bytes": file.bytes, "crc32": file.crc32}
+                return work()
             except OSError as error:
                 self._failure = error
-        # After an error all tensors are still taken: a rank whose tensor nobody received would block in its send.
-        for _ in left:
-            pass
+        return None
 
     def finish(self, manifest: Mapping[str, Any], keep: int) -> Path:
         """Publish the checkpoint on disk and remove all but the last `keep` of its training. Raises CheckpointError."""

@@ -127,6 +127,10 @@ class Recipe(FactTable):
         """
         return compile_plan(self.graph, self.plan)
 
+    def check_programs(self) -> None:
+        """Raise PlanError or TraceError if the plan does not fit the model."""
+        _ = self.programs
+
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "programs"}
 
@@ -181,13 +185,12 @@ class Task:
         """Return the same task with batches of another shape. Raises ImageError for an invalid one."""
         return replace(self, traces=self.traces.with_shape(image_shape))
 
-    @property
-    def optimiser_states(self) -> int:
-        """How many numbers the optimiser keeps for each weight."""
+    def count_optimiser_states(self) -> int:
+        """Return how many numbers the optimiser keeps for each weight, by a trial step."""
         return count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
 
     def prepare(self, plan: Plan, graph: ModelGraph | None = None) -> Recipe:
-        """Return the recipe of a training under a plan; `graph`, as `prepare` does."""
+        """Return the recipe of a training under a plan; `graph` is that of an earlier `TraceCache` for this plan."""
         model, loss, device, optimiser = self.traces.model, self.traces.loss, self.traces.device, self.optimiser
         graph = graph or self.traces.get_graph(plan)
         clip_norm = self.clip_norm

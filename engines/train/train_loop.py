@@ -93,7 +93,7 @@ def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Reci
         graph = traces.with_batch(images // plan.batches).get_graph(plan)
         graph = freeze_weights(graph, graph.trainable - recipe.graph.trainable)
         smaller = replace(recipe, graph=graph, plan=plan, state={}, names={})
-        _ = smaller.programs  # refused here, where it can be told why there are fewer images
+        smaller.check_programs()
     except (TraceError, ImageError, PlanError) as error:
         why = f"The last step of an epoch has {images} images. {_WAY_OUT}, or mend this: {error}"
         raise type(error)(why) from error

@@ -108,17 +108,18 @@ def _measure(
 ) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
     call(rank_functions.start_calibration, recipes, quick)
-    machines: list[Machine] = []  # after each part, as far as it is known then
+    machine: Any = None  # after each part, as far as it is known then
     parts = Calibration.count_parts(n, quick)
     try:
         with show_counts(text, progress) as report:
             for done in range(1, parts + 1):
-                machines.append(call(rank_functions.run_calibration_part)[0])
+                machine = call(rank_functions.run_calibration_part)[0]
                 report(done, parts)
     finally:
         with suppress(RankError):  # an early end has an error of its own
             call(rank_functions.discard_calibration)
-    return machines[-1]
+    measured: Machine = machine
+    return measured
 
 
 # Cache of calibrations, so that no notebook has to repeat one.

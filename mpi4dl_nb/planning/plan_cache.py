@@ -154,7 +154,7 @@ class PlanCache:
             if not compiled.is_weighed:
                 tallies, memory = [], []
                 programs = compiled.programs[: compiled.plan.replica_ranks]  # all replicas are alike: one is counted
-                states = self.task.optimiser_states
+                states = self.task.count_optimiser_states()
                 for program, tally in zip(programs, build_tallies(programs, compiled.graph), strict=True):
                     if not is_asked():
                         return None

@@ -116,7 +116,7 @@ class PlanTuner:
         # What cannot be trained is refused before the calibration, which takes a minute: a model, say, of which neither
         # one image of a batch nor all of them can be traced.
         n, batch = self.cluster.n, self.task.traces.image_shape[0]
-        states, traces = self.task.optimiser_states, self.task.traces
+        states, traces = self.task.count_optimiser_states(), self.task.traces
         whole = Plan(split_size=1, spatial_size=0)
         try:
             traces.get_graph(replace(whole, parts=batch))

@@ -21,12 +21,10 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.engines.checks import is_integer
-from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.steps import label_steps
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
 from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.graph.default_type import use_default_type
-from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.images.dataset import LabelledImages
 from mpi4dl_nb.engines.images.loader import LoaderOptions
 from mpi4dl_nb.engines.inference.tiled_predictor import TiledPrediction
@@ -37,6 +35,7 @@ from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.checkpoint_save import KEEP
 from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.optimiser_trial import count_states
+from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.step_report import build_timeline
 from mpi4dl_nb.engines.train.training import (
     cut_inputs,
@@ -73,15 +72,14 @@ class StepTimeline(Timeline):
     """Events of a step that was run under a plan; a notebook displays them as a chart."""
 
     plan: Plan
-    graph: ModelGraph | None = field(default=None, repr=False, compare=False)
+    recipe: Recipe | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def layers(self) -> Mapping[str, str]:
         """The module or layer of each instruction, by its name."""
-        if self.graph is None:
+        if self.recipe is None:
             return {}
-        programs = compile_plan(self.graph, self.plan)
-        labels = (label for program in programs for label in label_steps(self.graph, program))
+        labels = (label for program in self.recipe.programs for label in label_steps(self.recipe.graph, program))
         return {label.step.instruction.name: label.where for label in labels}
 
     def _repr_html_(self) -> str:
@@ -405,4 +403,4 @@ class Training(TrainingHandle):
                 "timeline() shows the last step, but none was run yet, or since load(). Call step() or fit() first."
             )
         events = build_timeline(self.reports).events
-        return StepTimeline(events, self.reported.plan, self.reported.graph)
+        return StepTimeline(events, self.reported.plan, self.reported)

@@ -194,11 +194,15 @@ class StepperView {
     const { setup, room, wide, hasNumbers } = this, most = clamp(room - FRAME_PX, LEAST_PX, MOST_PX);
     // Beside the numbers a row of many stages would be low: it gets the whole width, and the numbers lie below it.
     const beside = hasNumbers ? placeRanks(setup, wide - STRIPS_PX - 24, most) : null;
-    const below = hasNumbers ? FLAT_STRIPS_PX : 0;
-    const flat = placeRanks(setup, wide - 26, clamp(room - FRAME_PX - below, LEAST_PX, MOST_PX));
-    const isFlat = !beside || beside.high < Math.min(FLAT_PX, 0.75 * most, flat.high);
+    let layout = beside;
+    if (!beside || beside.high < Math.min(FLAT_PX, 0.75 * most)) {
+      const below = hasNumbers ? FLAT_STRIPS_PX : 0;
+      const flat = placeRanks(setup, wide - 26, clamp(room - FRAME_PX - below, LEAST_PX, MOST_PX));
+      layout = beside && beside.high >= flat.high ? beside : flat;
+    }
+    const isFlat = layout !== beside;
     this.parts.scene.classList.toggle("mpi4dl-flat", isFlat);
-    this.layout = isFlat ? flat : beside;
+    this.layout = layout;
     this.stageWide = (isFlat ? wide : wide - STRIPS_PX) - 2;
     const strips = isFlat ? 0 : Math.max(this.layout.high + 2, Math.min(STRIPS_HIGH_PX, room));
     this.strips.fit(strips, isFlat ? wide < BESIDE_PX : strips < STRIPS_HIGH_PX);

@@ -64,7 +64,7 @@ export function layOutPoints(points, rankBytes, width, height) {
   ];
   const places = points.map((each) => ({
     predicted: place(each.image_s, each.bytes),
-    measured: each.measured_image_s && each.measured_bytes ? place(each.measured_image_s, each.measured_bytes) : null,
+    measured: each.measured_image_s ? place(each.measured_image_s, each.measured_bytes ?? each.bytes) : null,
   }));
   return { inner, across, down, places, place };
 }
