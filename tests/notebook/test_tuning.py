@@ -82,7 +82,7 @@ def test_a_machine_file_that_cannot_be_used_is_named_before_anything_is_measured
 
 def test_what_cannot_be_traced_is_refused_before_a_minute_is_spent_on_calibration():
     cluster = Cluster(2, backend="loopback")  # not started: a calibration would raise RankError
-    with pytest.raises(TraceError, match="names|named tensors"):
+    with pytest.raises(TraceError, match=r"names|named tensors"):
         tune(make_model(), SHAPE, cluster, loss=lambda scores, labels: (scores.names - labels).sum(), progress=False)
 
 
