@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from threading import RLock
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -41,12 +41,19 @@ class _Pickler(cloudpickle.Pickler):
             and obj.untyped_storage().nbytes() > obj.nbytes
         ):
             return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        # cloudpickle 3.1.3 leaves out the file, by which a traceback finds the lines of a cell.
+        if isinstance(obj, CodeType):
+            return _make_code, (obj.co_filename, self.dispatch_table[CodeType](obj)[1])
         # By these names the sender knows which modules ranks will import.
         if isinstance(obj, FunctionType | type):
             self.modules.add(obj.__module__)
         elif isinstance(obj, ModuleType):
             self.modules.add(obj.__name__)
         return super().reducer_override(obj)
+
+
+def _make_code(file: str, arguments: Sequence[Any]) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=file)
 
 
 def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = None) -> bytes:
