@@ -9,10 +9,10 @@ from typing import TypeGuard
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number, of Python or NumPy.
 
-    >>> is_integer(3), is_integer(3.0), is_integer("3")
+    >>> is_integer(3), is_integer(3.0), is_integer(True)
     (True, False, False)
     """
-    return isinstance(value, Integral)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -74,19 +74,19 @@ class RepeatedRun:
     def rerun(self) -> None:
         """Run once more, and restore the states of the random generators of Python and NumPy."""
         # The states are restored, so that a check does not change what the user draws next.
-        python, arrays = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 (the one that users may draw from)
+        python, numpy_state = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 (the one that users may draw from)
         self.logs.append(_OperatorLog())
         try:
             with silence_exporter():
                 self.run(self.logs[-1])
             after = np.random.get_state(legacy=False)  # noqa: NPY002
             generators = {"Python's random"} if random.getstate() != python else set()
-            if _list_numbers(after) != _list_numbers(arrays):
+            if _list_numbers(after) != _list_numbers(numpy_state):
                 generators.add("numpy.random")
             self.drawn.append(generators)
         finally:
             random.setstate(python)
-            np.random.set_state(arrays)  # noqa: NPY002
+            np.random.set_state(numpy_state)  # noqa: NPY002
 
     def settle(self) -> None:
         """Run a third time if the second run differed from the first, which may have set up what later runs use."""

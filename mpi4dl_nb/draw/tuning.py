@@ -110,8 +110,8 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
 
     in_order = sort_candidates(measured, neutral_batch)
     timed = [(candidate, candidate.measured) for candidate in in_order if candidate.measured]
-    (best, steps), *others = timed
-    rate = format_rate(best.forecast.images, steps.median_s, neutral_batch)
+    (best, measurement), *others = timed
+    rate = format_rate(best.forecast.images, measurement.median_s, neutral_batch)
     title = "The fastest plan, as measured, is" if others else "Measured:"
     words = f"{title} {describe_plan(best.plan)}: {rate}."
     if by == "memory" and others:
@@ -119,7 +119,7 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
         least = min(plans, key=lambda candidate: candidate.peak_bytes or candidate.predicted_bytes)
         held = format_bytes(least.peak_bytes or least.predicted_bytes)
         words = f"The plan with the least memory, as measured, is {describe_plan(least.plan)}: {held}. {words}"
-    slowest = compute_pace(best, max(steps.seconds))
+    slowest = compute_pace(best, max(measurement.seconds))
     ties = [
         describe_plan(candidate.plan)
         for candidate, measurement in others

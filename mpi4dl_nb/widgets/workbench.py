@@ -111,8 +111,8 @@ class Workbench(StillFigure, ipywidgets.GridBox):
 
     def _take_over_plan(self, image: Source, panes: Sequence[StillFigure | None]) -> None:
         """Make the slicer for the training's plan, in place of the panes of another plan."""
-        plan, recipe, kept = self.training.plan, self.training.recipe, self.save_picture
-        slicer = Slicer(image, plan, recipe, save_picture=kept, max_height=self._max_height)
+        plan, recipe = self.training.plan, self.training.recipe
+        slicer = Slicer(image, plan, recipe, save_picture=self.save_picture, max_height=self._max_height)
         for pane in filter(None, panes):
             pane.close()
         self.slicer, self._recipe = slicer, recipe
