@@ -81,8 +81,7 @@ def lower_each_image(b: Builder, node: Node) -> bool:
     layouts = [b.get_value(ref) for ref in tiled]
     if b.stage.shares == 1 or any(value.places != (Place(-len(value.spec.shape)),) for value in layouts):
         return False
-    of_several = len(tiled) > 1 and not node.operator.startswith("aten.")  # the second may number images of the first
-    if of_several or describe_image_axis(node, b.graph.specs, Ref(node.reads[0]) in tiled):
+    if len(tiled) > 1 and not node.operator.startswith("aten."):  # the second may number images of the first
         return False
     # Values that every rank holds may have an entry for each image, too: along the first axis or, for the states of a
     # recurrent layer, along the second one.
@@ -90,12 +89,20 @@ def lower_each_image(b: Builder, node: Node) -> bool:
     whole = {name: get_spec(b, name).shape for name in node.reads if Ref(name) not in tiled and name in b.values}
     by_axis = [{name: axis for name, shape in whole.items() if shape[axis : axis + 1] == (images,)} for axis in (0, 1)]
     for cut in ({}, *filter(None, by_axis)):
+        if describe_image_axis(node, b.graph.specs, Ref(node.reads[0]) in tiled or node.reads[0] in cut):
+            continue
         # The same for all ranks of the stage.
         key, find_places = ("images", node.name, *cut.values()), partial(_find_result_places, b, node)
         if (places := b.memo.get_or_compute(key, (cut,), find_places)) is not None:
             _apply_to_images(b, node, cut, places)
             return True
     return False
+
+
+def describe_joining(b: Builder, node: Node) -> str:
+    """Return how an operator joins images that ranks share, as far as its arguments tell."""
+    reads_images = b.is_tiled(Ref(node.reads[0]))
+    return describe_image_axis(node, b.graph.specs, reads_images) or "joins the images of several ranks"
 
 
 def _apply_to_images(b: Builder, node: Node, cut: Mapping[str, int], places: Places) -> None:
@@ -125,7 +132,7 @@ def _find_result_places(b: Builder, node: Node, cut: Mapping[str, int]) -> Place
         whole, share = (probe.run(probe.make_empty(is_share)) for is_share in (False, True))
         places = tuple({Place(-len(result.shape)) for result in whole})
         alike = all(_keeps_share(b, *pair) for pair in zip(whole, share, strict=True))
-        if len(places) != 1 or not alike or not (node.short_operator.startswith(_KNOWN) or probe.is_separable()):
+        if len(places) != 1 or not alike or not (node.short_operator in _KNOWN or probe.is_separable()):
             return None
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):  # it cannot run on a part, or here
         return None
@@ -134,15 +141,21 @@ def _find_result_places(b: Builder, node: Node, cut: Mapping[str, int]) -> Place
 
 def _keeps_share(b: Builder, whole: Tensor, share: Tensor) -> bool:
     """Return whether the first axis, and no other, has as many entries fewer as a rank has images."""
-    return whole.dim() > 0 and (whole.shape[0] // b.stage.shares, *whole.shape[1:]) == tuple(share.shape)
+    shares = b.stage.shares
+    if not whole.dim() or whole.shape[0] % shares:
+        return False
+    return (whole.shape[0] // shares, *whole.shape[1:]) == tuple(share.shape)
 
 
 # Operators that compute each image by itself if the shapes of their results do: layers, whose numbers take long.
-_KNOWN = (
-    *("conv", "max_pool", "avg_pool", "adaptive_", "upsample_", "_upsample_", "grid_sampler", "im2col", "col2im"),
-    *("group_norm", "instance_norm", "pixel_", "channel_shuffle", "replication_pad", "reflection_pad", "pad"),
-)
-_MOST_NUMBERS = 1 << 24
+_OF_ANY_SIZE = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+_KNOWN = {
+    *(f"{name}{count}d" for name in _OF_ANY_SIZE for count in (1, 2, 3)),
+    *("convolution", "group_norm", "instance_norm", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle"),
+    *("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "grid_sampler", "im2col", "col2im", "pad"),
+}
+_MOST_NUMBERS = 1 << 24  # of what an operator reads, beside weights: an eighth of a GB in float64
 
 
 @dataclass(frozen=True)
@@ -160,7 +173,7 @@ class _Probe:
             spec, axis = get_spec(self.b, name), self._get_axis(name)
             sizes = list(spec.shape)
             if is_share and axis is not None:
-                sizes[axis] //= self.b.stage.shares
+                sizes[axis] = len(range(0, sizes[axis], self.b.stage.shares))
             return torch.empty(sizes, dtype=getattr(torch, spec.dtype), device="meta")
 
         return self._make_arguments(make, "meta")
@@ -168,16 +181,28 @@ class _Probe:
     def is_separable(self) -> bool:
         """Return whether the result for the images of each rank is that part of the result for all images.
 
-        It is tried with random numbers; an operator on too many of them counts as not separable.
+        It is tried with random numbers. Of too many numbers, the shapes count alone, unless some may be numbers of
+        images or the first axis of a matrix.
         """
         specs = {name: get_spec(self.b, name) for name in dict.fromkeys(self.node.reads)}
-        if sum(spec.numel for spec in specs.values()) > _MOST_NUMBERS:
-            return False
-        generator, numbers = torch.Generator().manual_seed(0), {}
+        read = [spec for name, spec in specs.items() if name in self.b.values]
+        if sum(spec.numel for spec in read) > _MOST_NUMBERS:
+            return all(spec.is_floating and len(spec.shape) > 2 for spec in read)
+        # Whole numbers may be those of images, of classes or of a table: small ones, and as many as there are images.
+        images = max(self.b.get_value(Ref(name)).spec.shape[0] for name in specs if self._get_axis(name) is not None)
+        return all(self._is_separable_for(specs, most) for most in (2, images, 4 * images))
+
+    def _is_separable_for(self, specs: Mapping[str, TensorSpec], most: int) -> bool:
+        """Return whether it is so for whole numbers below `most`, or the operator refuses them for all images."""
+        generator, numbers = torch.Generator().manual_seed(most), {}
         for name, spec in specs.items():
-            drawn, dtype = torch.rand(spec.shape, generator=generator, dtype=torch.float64), getattr(torch, spec.dtype)
-            numbers[name] = drawn if spec.is_floating else drawn.round().to(dtype)  # 0 and 1 are numbers of any table
-        whole = self.run(self._make_arguments(numbers.__getitem__, "cpu"))
+            drawn = torch.rand(spec.shape, generator=generator, dtype=torch.float64)
+            below = 2 if spec.dtype == "bool" else most
+            numbers[name] = drawn if spec.is_floating else (drawn * below).floor().to(getattr(torch, spec.dtype))
+        try:
+            whole = self.run(self._make_arguments(numbers.__getitem__, "cpu"))
+        except (RuntimeError, IndexError):  # numbers beyond a table
+            return most > 2
         for share in range(self.b.stage.shares):
 
             def take(name: str, share: int = share) -> Tensor:

@@ -294,7 +294,8 @@ def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
         shape = value.spec.shape
         size_px = value.size_px if b.stage.shares == 1 else (*shape[:1], *shape[2:])
         if math.prod(size_px) > WHOLE_PX:
-            raise make_gather_error(node, f"reads all {_format_sizes(size_px)} pixels of {ref.name}")
+            things = "pixels" if b.stage.shares == 1 else "numbers of a channel"
+            raise make_gather_error(node, f"reads all {_format_sizes(size_px)} {things} of {ref.name}")
     return b.all_gather(ref)
 
 

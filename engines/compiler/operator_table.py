@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpi4dl_nb.engines.compiler.builder import Builder
-from mpi4dl_nb.engines.compiler.each_image import lower_each_image
+from mpi4dl_nb.engines.compiler.each_image import describe_joining, lower_each_image
 from mpi4dl_nb.engines.compiler.halo_overlap import split_interior
 from mpi4dl_nb.engines.compiler.local_rules import (
     NeedsGatherError,
@@ -129,11 +129,10 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
     places = getattr(refusal, "places", ()) or next(alike, ())
     try:
         arguments = map_refs(lambda ref: all_gather_pixels(b, node, ref), node.arguments)
-    except NeedsGatherError:
-        if not isinstance(refusal, NeedsGatherError):
-            raise refusal from None
-        shared = b.stage.shares > 1
-        raise (make_shared_images_error(node, refusal.why) if shared else TraceError(str(refusal))) from None
+    except NeedsGatherError as beyond:
+        if b.stage.shares > 1:
+            raise make_shared_images_error(node, f"{describe_joining(b, node)}, and {beyond.why}") from None
+        raise (TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal) from None
     if not places or not b.can_tile(get_sizes(node.result.shape, places)):
         _lower(b, replace(node, arguments=arguments))
         return

@@ -367,6 +367,49 @@ def test_what_joins_the_images_of_several_ranks_is_exact(name: str):
         check_exact(Behind(function), Plan(**{"spatial_size": 0, **knobs}, local_dp=2, precision="float64"), loss)
 
 
+@pytest.mark.parametrize(
+    "name", sorted(ALONG.keys() - {"similar", "rolled"})
+)  # products of all pairs, and of what is flat
+def test_what_is_summed_or_exchanged_along_the_images_is_exact_at_any_size(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is gathered."""
+    monkeypatch.setattr(local_rules, "WHOLE_PX", 3)
+    function, loss = ALONG[name]
+    check_exact(Behind(function), Plan(split_size=1, spatial_size=0, local_dp=2, precision="float64"), loss)
+
+
+def count_classes(prediction: Tensor, labels: Tensor) -> Tensor:
+    counts = torch.zeros(4, dtype=torch.long).index_add(0, labels % 2, torch.ones_like(labels))
+    return (functional.cross_entropy(prediction, labels, reduction="none") * counts).mean()
+
+
+def count_more_classes(prediction: Tensor, labels: Tensor) -> Tensor:
+    counts = torch.zeros(4, dtype=torch.long).scatter_add(0, labels % 4, torch.ones_like(labels))
+    return (functional.cross_entropy(prediction, labels, reduction="none") * counts).mean()
+
+
+@pytest.mark.parametrize("loss", [count_classes, count_more_classes])
+def test_as_many_classes_as_images_are_no_images(loss: Loss):
+    check_exact(Behind(lambda x: x), Plan(split_size=1, spatial_size=0, local_dp=2, precision="float64"), loss)
+
+
+def test_the_first_axis_of_a_layer_may_be_time():
+    weight, bias = torch.rand(3, 4, 4).double(), torch.rand(4).double()
+
+    def convolve(x: Tensor) -> Tensor:
+        return torch.conv_tbc(x.flatten(2).transpose(1, 2).contiguous(), weight, bias, 1).mean(1)
+
+    check_exact(
+        OfImages(convolve), Plan(split_size=1, spatial_size=0, local_dp=2, precision="float64"), nn.CrossEntropyLoss()
+    )
+
+
+def test_large_images_are_computed_one_by_one_by_operators_without_a_rule():
+    def rotate(x: Tensor) -> Tensor:
+        return torch.fft.rfft2(x.rot90(1, (2, 3)).argsort(1) * x).abs().mean((2, 3))
+
+    prepare(OfImages(rotate), Plan(split_size=1, spatial_size=0, local_dp=2), (8, 3, 512, 512))
+
+
 @pytest.mark.parametrize("seed", [2, 11, 15])
 def test_rounding_that_an_ulp_does_not_change_is_no_fault(seed: int):
     """The softmax gradients of four images add up to the same multiple of an ulp for many weights, and not to 0."""

@@ -166,7 +166,7 @@ def prelu(b: Builder, node: Node) -> None:
 _MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
 
 
-@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default", "permute.default")))
+@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default", "t.default", "numpy_T.default", "permute.default")))
 def transpose(b: Builder, node: Node) -> None:
     """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
     source = node.arguments["self"]

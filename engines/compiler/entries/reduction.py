@@ -54,7 +54,7 @@ def all_gather_partials(
     value = b.get_value(ref)
     # A 4 x 6 image over 2 x 3 tiles, reduced over rows: each tile has 1 row of its 2 columns, and all of them form an
     # image of 2 x 6 pixels. Reduced over both, they form one of 2 x 3.
-    shape, places = reduce_on_tiles(value.spec.shape, value.places, b.stage.grid, dims)
+    shape, places = reduce_on_tiles(value.spec.shape, value.places, b.stage.parts, dims)
     like = TensorSpec((*lead, *shape), dtype)
     x = b.crop_to_own(ref)
     partial = b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=places)
