@@ -29,7 +29,7 @@ _ADDING = ("unsqueeze", "stack")
 # Operators along the first axis, which no argument names; some only if there are no more than so many axes.
 _ALONG_FIRST = (
     *("vstack", "vsplit", "flipud", "msort", "masked_scatter", "renorm", "hstack", "tril", "triu"),
-    *("take", "put", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", "segment_reduce"),
+    *("isin", "take", "put", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", "segment_reduce"),
 )
 _IF_FEW_AXES = {"hstack": 1, "tril": 2, "triu": 2}
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")

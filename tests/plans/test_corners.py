@@ -367,9 +367,7 @@ def test_what_joins_the_images_of_several_ranks_is_exact(name: str):
         check_exact(Behind(function), Plan(**{"spatial_size": 0, **knobs}, local_dp=2, precision="float64"), loss)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(ALONG.keys() - {"similar", "rolled"})
-)  # products of all pairs, and of what is flat
+@pytest.mark.parametrize("name", sorted(ALONG.keys() - {"similar", "rolled"}))  # all pairs, and a flat roll
 def test_what_is_summed_or_exchanged_along_the_images_is_exact_at_any_size(name: str, monkeypatch: pytest.MonkeyPatch):
     """Nothing is gathered."""
     monkeypatch.setattr(local_rules, "WHOLE_PX", 3)
