@@ -52,7 +52,8 @@ HELD = {
         squeeze.default squeeze.dim squeeze.dims unsqueeze.default expand.default expand_as.default
         broadcast_to.default repeat.default tile.default new_empty.default new_zeros.default new_ones.default
         new_full.default transpose.int swapaxes.default swapdims.default movedim.int movedim.intlist moveaxis.int
-        mT.default t.default numpy_T.default stack.default concat.default channel_shuffle.default one_hot.default cumsum.default cumprod.default
+        mT.default t.default numpy_T.default
+        stack.default concat.default channel_shuffle.default one_hot.default cumsum.default cumprod.default
         flip.default roll.default glu.default sort.default topk.default index_select.default index.Tensor
         repeat_interleave.self_int narrow.default max.dim min.dim argmax.default argmin.default median.dim
         prod.dim_int any.dim all.dim select.int gather.default cosine_similarity.default avg_pool3d.default
