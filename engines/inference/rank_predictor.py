@@ -50,6 +50,11 @@ def prepare_prediction(
     """
     images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     graph = _trace(model, images, plan, device)
+    if not graph.specs[graph.prediction].shape:
+        raise TraceError(
+            "The model answers with one number for all images, and a prediction has an entry for each. Let its forward "
+            "return what it has for each image, and take the mean or the sum in the loss."
+        )
     state = collect_state(model, None, graph) if with_state else {}
     recipe = Recipe(graph, plan, sgd, state, device, additions=UserOps.snapshot())
     recipe.check_programs()

@@ -207,3 +207,19 @@ def test_a_weight_that_no_rank_holds():
 def test_a_model_that_cannot_take_the_images():
     with pytest.raises(TraceError, match="UNet cannot be traced"):
         prepare_prediction(UNet(), PLANS["tiles"], (1, 3, 21, 20))
+
+
+class Mean(nn.Module):
+    """One number for all images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).mean()
+
+
+def test_one_number_for_all_images_is_no_prediction():
+    with pytest.raises(TraceError, match="one number for all images.*take the mean or the sum in the loss"):
+        prepare_prediction(Mean(), Plan(split_size=1, spatial_size=0), (2, 3, 8, 8))
