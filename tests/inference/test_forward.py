@@ -221,5 +221,5 @@ class Mean(nn.Module):
 
 
 def test_one_number_for_all_images_is_no_prediction():
-    with pytest.raises(TraceError, match="one number for all images.*take the mean or the sum in the loss"):
+    with pytest.raises(TraceError, match=r"one number for all images.*take the mean or the sum in the loss"):
         prepare_prediction(Mean(), Plan(split_size=1, spatial_size=0), (2, 3, 8, 8))

@@ -195,10 +195,10 @@ class StepperView {
     // Beside the numbers a row of many stages would be low: it gets the whole width, and the numbers lie below it.
     const beside = hasNumbers ? placeRanks(setup, wide - STRIPS_PX - 24, most) : null;
     let layout = beside;
-    if (!beside || beside.high < Math.min(FLAT_PX, 0.75 * most)) {
+    if (!layout || layout.high < Math.min(FLAT_PX, 0.75 * most)) {
       const below = hasNumbers ? FLAT_STRIPS_PX : 0;
       const flat = placeRanks(setup, wide - 26, clamp(room - FRAME_PX - below, LEAST_PX, MOST_PX));
-      layout = beside && beside.high >= flat.high ? beside : flat;
+      layout = layout && layout.high >= flat.high ? layout : flat;
     }
     const isFlat = layout !== beside;
     this.parts.scene.classList.toggle("mpi4dl-flat", isFlat);
