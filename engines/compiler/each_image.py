@@ -181,8 +181,8 @@ class _Probe:
     def is_separable(self) -> bool:
         """Return whether the result for the images of each rank is that part of the result for all images.
 
-        It is tried with random numbers. Of too many numbers, the shapes count alone, unless some may be numbers of
-        images or the first axis of a matrix.
+        It is tried with random numbers, once for a stage. Of too many numbers, the shapes count alone, unless some
+        may be numbers of images, or the images may be the rows of a matrix.
         """
         specs = {name: get_spec(self.b, name) for name in dict.fromkeys(self.node.reads)}
         read = [spec for name, spec in specs.items() if name in self.b.values]

@@ -63,10 +63,10 @@ def add_inputs(builder: Builder, gradient: bool = False) -> None:
         builder.hold_extended(name)
 
 
-def _find_batch_axis(spec: TensorSpec, images: int) -> Axes:
-    """Return the first axis of a value if it may have an entry, or several, for each of so many images, else ()."""
-    # Any axis may be divided, and rules see to what follows. So a wrong guess costs time, and never exactness.
-    return (-len(spec.shape),) if spec.shape and spec.shape[0] % images == 0 else ()
+def _find_batch_axis(spec: TensorSpec, divisor: int) -> Axes:
+    """Return the first axis of a value if its size is a multiple of `divisor`, as that of images is, else ()."""
+    # Any axis may be divided, and rules see to what follows: an axis that is none of images costs time or is refused.
+    return (-len(spec.shape),) if spec.shape and spec.shape[0] % divisor == 0 else ()
 
 
 class Lowering:
