@@ -23,7 +23,7 @@ PURE = $(shell $(BIN)/python -m tests.pure)
 
 # Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time, with one
 # thread of PyTorch each: threads that wait for a core spin, which took half of the time.
-ALONE := $(addprefix tests/,browser chaos bench notebook/test_keys.py notebook/test_notebooks.py notebook/test_tuning.py test_public_names.py)
+ALONE := $(addprefix tests/,browser chaos bench benchmarks launch/test_keys.py notebook/test_notebooks.py planning/test_tuning.py test_public_names.py)
 
 # JupyterLab needs --allow-root to run as root.
 ifeq ($(shell id -u),0)

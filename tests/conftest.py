@@ -12,10 +12,10 @@ from hypothesis import settings
 
 # pytest finds fixtures and hooks here by their names.
 from tests.browser.pages import chromium, lab, notebook  # noqa: F401
-from tests.checkpoint.stored import recipe, stored  # noqa: F401
 from tests.images.saved_files import files  # noqa: F401
 from tests.mpi import make_mpi_command, make_mpi_environment, run_launcher
 from tests.sampling import pytest_collection_modifyitems  # noqa: F401
+from tests.train.stored import recipe, stored  # noqa: F401
 
 settings.register_profile("without time limits", deadline=None)  # a busy machine is no fault
 settings.load_profile("without time limits")

@@ -29,7 +29,7 @@ from tests.mpi import TRIES, has_begun, make_mpi_command, make_mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6
 FLAGS = (
-    "--model tests.checkpoint.survivor:make_survivor --image-size 24 --batch-size 2 --split-size 2 "
+    "--model tests.train.survivor:make_survivor --image-size 24 --batch-size 2 --split-size 2 "
     "--num-spatial-parts 2 --slice-method vertical --optimiser adam "
     f"--num-epochs {EPOCHS} --max-steps {STEPS} --num-workers 1 -v"
 ).split()

@@ -338,13 +338,13 @@ WARNED = {
 def test_a_command_warns_as_a_notebook_does(model: str, flags: tuple[object, ...], text: str):
     plan = ("--split-size", 1, "--spatial-size", 0, "--batch-size", 4, *flags)
     with pytest.warns(UserWarning, match=text):
-        options.make_recipe(parse_flags(MODEL, f"tests.test_command:{model}", *map(str, plan)), ranks=1)
+        options.make_recipe(parse_flags(MODEL, f"tests.cli.test_command:{model}", *map(str, plan)), ranks=1)
 
 
 @pytest.mark.nightly
 def test_ranks_warn_once(mpiexec):
     sizes = ("--split-size", 2, "--spatial-size", 0, "--batch-size", 4, "--parts", 2, "--max-steps", 1)
-    flags = "--model", "tests.test_command:Mixup", "--held-out", "0.2", *map(str, sizes)
+    flags = "--model", "tests.cli.test_command:Mixup", "--held-out", "0.2", *map(str, sizes)
     done = mpiexec(2, "-m", "mpi4dl_nb.engines", "train", *flags)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("computes with several images at once, as far") == 1  # in training
@@ -476,8 +476,8 @@ class OfFourImages(nn.Module):
 
 
 FAILING = {
-    "verify --model tests.test_command:build_on_some_ranks": "weights.pt",
-    "train --model tests.test_command:OfFourImages --held-out 0.2 --max-steps 2": "images of shape (1, 3, 32, 32)",
+    "verify --model tests.cli.test_command:build_on_some_ranks": "weights.pt",
+    "train --model tests.cli.test_command:OfFourImages --held-out 0.2 --max-steps 2": "images of shape (1, 3, 32, 32)",
 }
 
 

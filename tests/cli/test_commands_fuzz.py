@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import check_fits
 from tests.fuzz.commands import OneOfMany, run, write_files
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CASES = 240
 
 

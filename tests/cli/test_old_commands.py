@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.train.train_loop import CollectiveTrainLoop, RankTrainLoo
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.training_events import StepResult
 
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "from-mpi4dl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-mpi4dl.md"
 ROW = re.compile(
     r"^\| `benchmark_(\w+)\.py (--[^`]+)` \| `-n (\d+)`, `(train|bench halo) ?(--[^`]+)?`, the same flags", re.MULTILINE
 )

@@ -23,7 +23,7 @@ from mpi4dl_nb.cluster import owned_ranks
 from mpi4dl_nb.cluster.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_owned_ranks
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
-from tests.notebook.test_orphans import wait_within
+from tests.launch.test_orphans import wait_within
 
 ROOT = Path(__file__).parents[2]
 

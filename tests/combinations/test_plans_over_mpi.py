@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.plans.drawn_plans import draw_flags, format_command, make_plan
+from tests.combinations.drawn_plans import draw_flags, format_command, make_plan
 from tests.sampling import SEED
 
 RANKS = 8

@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.compiler import trace_cache
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.train.verify import verify
-from tests.plans.drawn_plans import draw_flags, format_command
+from tests.combinations.drawn_plans import draw_flags, format_command
 from tests.sampling import SEED
 
 _MODELS: dict[str, nn.Module] = {}

@@ -13,7 +13,7 @@ from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.loss.losses import (
+from tests.compiler.losses import (
     SIZE,
     WHOLE,
     Loss,

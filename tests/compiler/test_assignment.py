@@ -13,9 +13,9 @@ from torch import Tensor
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
+from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds
 from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers, prepare_worker
 from tests.sampling import set_trials
-from tests.spatial.drawn import Calls, Pair, check, generate_images_on_grids, seeds
 
 Write = Callable[[Tensor, Tensor], None]
 

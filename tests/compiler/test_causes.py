@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.errors import LossError
 from mpi4dl_nb.engines.plan import Plan
-from tests.loss.losses import compute_balanced_loss, compute_dice_loss, make_segmenter, make_unbalanced_batch
+from tests.compiler.losses import compute_balanced_loss, compute_dice_loss, make_segmenter, make_unbalanced_batch
 
 PLANS = {
     "tiles": Plan(split_size=1, num_spatial_parts=4),

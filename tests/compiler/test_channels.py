@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
+from tests.compiler.drawn import Pair, check, generate_images_on_grids, seeds
 from tests.exact import close, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 

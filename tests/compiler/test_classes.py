@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.images.shard_reader import ShardReader
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import make_batches
-from tests.loss.losses import SIZE, Loss
+from tests.compiler.losses import SIZE, Loss
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb.engines.geometry.tiles import Grid
+from tests.compiler.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 from tests.exact import close, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 EXTREMES = {
     "amax over space": lambda x: x.amax((2, 3)),

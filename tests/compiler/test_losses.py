@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb.engines.geometry.tiles import Grid
+from tests.compiler.drawn import Pair, check, generate_images_on_grids, seeds
 from tests.exact import close, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

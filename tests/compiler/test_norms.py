@@ -16,9 +16,9 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.kernels import get_kernel
+from tests.compiler.drawn import Pair, check, generate_images_on_grids, seeds
 from tests.exact import assert_exact, close, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
+from tests.compiler.drawn import Calls, Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 from tests.exact import assert_exact, close, make_tiled_plan, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Calls, Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 # ---- the space that is searched
 

@@ -20,6 +20,7 @@ from mpi4dl_nb.engines.program import rng
 from mpi4dl_nb.engines.program.rng import compute_step_seed, sample_uniform
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
+from tests.compiler.drawn import Pair, check, generate_images_on_grids, seeds
 from tests.exact import (
     assert_exact,
     close,
@@ -30,7 +31,6 @@ from tests.exact import (
     with_whole_weights,
 )
 from tests.sampling import set_trials
-from tests.spatial.drawn import Pair, check, generate_images_on_grids, seeds
 
 CPU = torch.device("cpu")
 

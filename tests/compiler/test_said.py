@@ -23,7 +23,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.train_replicas import with_global_loss
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.training.training_handle import describe_training
-from tests.loss.losses import SIZE, WHOLE, compute_dice_loss, make_segmenter, make_unbalanced_batch
+from tests.compiler.losses import SIZE, WHOLE, compute_dice_loss, make_segmenter, make_unbalanced_batch
 
 SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")
 

@@ -1,6 +1,6 @@
 """The operator table as a whole: no entry without a test.
 
-`python -m tests.spatial.test_table` prints how many operators it has, and how many random cases hold each.
+`python -m tests.compiler.test_table` prints how many operators it has, and how many random cases hold each.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def count_drawn_cases(module: ModuleType) -> Iterator[int]:
 def make_summary() -> dict[str, object]:
     """Entries of the table, and random cases, in all and by the file that holds the entries."""
     held = {name: names.split() for name, names in HELD.items()}
-    cases = {name: sum(count_drawn_cases(importlib.import_module(f"tests.spatial.{name}"))) for name in HELD}
+    cases = {name: sum(count_drawn_cases(importlib.import_module(f"tests.compiler.{name}"))) for name in HELD}
     return {
         "operators": sum(map(len, held.values())),
         "random_cases": sum(cases.values()),

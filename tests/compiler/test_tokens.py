@@ -15,10 +15,10 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.exchange import Exchange
+from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds
+from tests.compiler.test_whole import make_compiler
 from tests.exact import assert_exact, close, make_tiled_plan, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Calls, Pair, check, generate_images_on_grids, seeds
-from tests.spatial.test_whole import make_compiler
 
 WINDOW = 4
 

@@ -16,7 +16,7 @@ from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
 from mpi4dl_nb.engines.plan import Plan
-from tests.loss.losses import Loss
+from tests.compiler.losses import Loss
 
 SHAPE, TWO = (4, 2, 8, 8), Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
 

@@ -15,9 +15,9 @@ from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.train.recipe import prepare
+from tests.compiler.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 from tests.exact import close, make_tiled_plan, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.spatial.drawn import Geometry, Pair, check, generate_geometries, generate_images_on_grids, seeds
 
 
 def apply_attention(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.train.oracle import to_plain_names
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
-from tests.loss.losses import (
+from tests.compiler.losses import (
     RATE,
     SIZE,
     WHOLE,

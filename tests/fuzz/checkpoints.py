@@ -26,10 +26,10 @@ from mpi4dl_nb.engines.train.checkpoint_reader import STATE
 from mpi4dl_nb.engines.train.checkpoint_save import save
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import PLANS, copy_state, is_same, make_data, make_recipe
 from tests.fuzz.damage import make_damaged_bytes, make_damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.tables import make_other
+from tests.train.trainings import PLANS, copy_state, is_same, make_data, make_recipe
 
 KINDS = [("adam", "step"), ("sgd", "cosine"), ("rmsprop", "cycle"), ("adagrad", "none")]
 _FILES = ("model.safetensors", STATE)

@@ -20,7 +20,7 @@ def get_positions(h: int, w: int) -> Tensor:
 
 
 def import_positions(h: int, w: int) -> Tensor:
-    from tests.layer.keeping import KEPT as known  # noqa: N811
+    from tests.graph.keeping import KEPT as known  # noqa: N811
 
     if (h, w) not in known:
         known[h, w] = keep_positions(h, w)

@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
 from mpi4dl_nb.engines.graph.trace import trace
 from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers
-from tests.layer.test_trace import Calls, trace_with_sum
+from tests.graph.test_trace import Calls, trace_with_sum
 
 Forward = Callable[[Tensor], Tensor]
 

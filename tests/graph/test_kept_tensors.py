@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.outside_state import OutsideState, holds_tensor
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
 from mpi4dl_nb.engines.graph.traceability import check_side_effects
-from tests.layer import keeping
+from tests.graph import keeping
 
 SHAPE = 2, 3, 8, 12
 

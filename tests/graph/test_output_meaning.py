@@ -22,7 +22,7 @@ from mpi4dl_nb.engines.graph.output_meaning import (
 from mpi4dl_nb.engines.images.dataset import to_network_input
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.loss.losses import SIZE, Loss
+from tests.compiler.losses import SIZE, Loss
 
 MAPS = torch.zeros(2, 3, *SIZE)
 NUMBERS = torch.zeros(2, *SIZE, dtype=torch.int64)

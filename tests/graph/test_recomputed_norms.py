@@ -11,8 +11,8 @@ from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.plan import Plan
-from tests.replica.test_synced_norms import train_plain
-from tests.training.test_verify import SGD
+from tests.train.test_synced_norms import train_plain
+from tests.train.test_verify import SGD
 
 SHAPE = (2, 3, 12, 14)
 TILES = Plan(split_size=2, slice_method="1x2", precision="float64")

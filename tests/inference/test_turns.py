@@ -14,11 +14,11 @@ from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.inference.rank_predictor import prepare_prediction
 from mpi4dl_nb.engines.inference.tile_passes import TilePasses
 from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from tests.compiler.drawn import Calls, Geometry, generate_geometries, generate_images_on_grids, seeds
+from tests.compiler.test_tokens import GlobalContext, Segformer
 from tests.exact import make_whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, predict_alone, predict_in_turn
 from tests.sampling import set_trials
-from tests.spatial.drawn import Calls, Geometry, generate_geometries, generate_images_on_grids, seeds
-from tests.spatial.test_tokens import GlobalContext, Segformer
 from tests.zoo import Segmenter, ShiftedWindows, Skips
 
 

@@ -16,7 +16,7 @@ import pytest
 from mpi4dl_nb.__main__ import main
 from mpi4dl_nb.launch import reaper_process
 from mpi4dl_nb.launch.run_directory import remove_stale_clusters
-from tests.notebook.test_orphans import GONE_S, ROOT, wait_within
+from tests.launch.test_orphans import GONE_S, ROOT, wait_within
 
 MODEL = """
 import os, pathlib, sys, time

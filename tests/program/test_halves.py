@@ -29,10 +29,10 @@ from mpi4dl_nb.engines.program.program import Program, count_traffic
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import verify
+from tests.compiler.drawn import Calls, Geometry, generate_geometries, seeds
 from tests.exact import assert_exact, make_tiled_plan, make_whole_numbers, with_whole_weights
 from tests.predict.measured import get_live_values
 from tests.sampling import set_trials
-from tests.spatial.drawn import Calls, Geometry, generate_geometries, seeds
 from tests.zoo import Segmenter, Skips
 
 

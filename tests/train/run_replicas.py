@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.ranks.run import main
-from tests.replica.replica_cases import CASES
+from tests.comm.run import main
+from tests.train.replica_cases import CASES
 
 if __name__ == "__main__":
     main(CASES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpi4dl_nb.engines.train.recipe import Recipe
-from tests.checkpoint.trainings import PLANS, make_data, make_recipe, run_on_ranks
+from tests.train.trainings import PLANS, make_data, make_recipe, run_on_ranks
 
 
 @pytest.fixture(scope="module")

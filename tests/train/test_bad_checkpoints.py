@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.train.checkpoint_files import serialise_manifest
 from mpi4dl_nb.engines.train.checkpoint_load import load, open_checkpoint, optimiser_state
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import PLANS, Net, Weighted, copy_state, is_same, make_net, make_recipe, run_on_ranks
+from tests.train.trainings import PLANS, Net, Weighted, copy_state, is_same, make_net, make_recipe, run_on_ranks
 
 PLAN = PLANS["stages"]
 

@@ -15,10 +15,10 @@ from mpi4dl_nb.engines.images.shard_reader import Sampler, SamplerState
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.training import fit_run as fits
 from tests.chaos.training import Heard
-from tests.checkpoint.test_bad_checkpoints import replace_bit, replace_fields
-from tests.checkpoint.test_notebook_checkpoints import is_close, make_training
-from tests.checkpoint.test_train_saves import run_on_one_rank
-from tests.checkpoint.trainings import SHAPE
+from tests.train.test_bad_checkpoints import replace_bit, replace_fields
+from tests.train.test_notebook_checkpoints import is_close, make_training
+from tests.train.test_train_saves import run_on_one_rank
+from tests.train.trainings import SHAPE
 
 
 @pytest.fixture(scope="module")

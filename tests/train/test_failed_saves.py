@@ -25,7 +25,7 @@ from mpi4dl_nb.engines.train.checkpoint_save import make_rank_manager, save
 from mpi4dl_nb.engines.train.checkpoint_state import decode_value, encode_value
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import make_data, run_on_ranks
+from tests.train.trainings import make_data, run_on_ranks
 
 
 def get_save_error(recipe: Recipe, into: Path, feed: object = None, keep: int = 3) -> str:

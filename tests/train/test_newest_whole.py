@@ -23,8 +23,8 @@ from mpi4dl_nb.engines.train.checkpoint_load import load, open_checkpoint, optim
 from mpi4dl_nb.engines.train.checkpoint_reader import Checkpoint
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.test_bad_checkpoints import cut, get_refusal, replace_bit, replace_fields
-from tests.checkpoint.trainings import OPTIMISERS, PLANS, make_data, make_net, make_recipe, run_on_ranks
+from tests.train.test_bad_checkpoints import cut, get_refusal, replace_bit, replace_fields
+from tests.train.trainings import OPTIMISERS, PLANS, make_data, make_net, make_recipe, run_on_ranks
 
 
 @pytest.fixture(scope="module")

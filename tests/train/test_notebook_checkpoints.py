@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.images.dataset import SyntheticImages
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.interrupts import Interrupts, StoppedError
 from mpi4dl_nb.training import fit_run
-from tests.checkpoint.trainings import PLANS, SHAPE, Weighted, make_data, make_net, make_recipe
+from tests.train.trainings import PLANS, SHAPE, Weighted, make_data, make_net, make_recipe
 
 FIVE, THREE = replace(PLANS["tiles and a stage"]), replace(PLANS["stages"])
 ADAM = partial(torch.optim.Adam, lr=1e-2)

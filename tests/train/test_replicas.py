@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.asynchrony import Asynchrony, ReplicaStudy
 from mpi4dl_nb.engines.train.train_replicas import replay, train_replicas
-from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, make_batch, make_model, prepare_recipe
+from tests.train.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, make_batch, make_model, prepare_recipe
 from tests.zoo import Chain
 
 

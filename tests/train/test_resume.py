@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.checkpoint_load import load, optimiser_state, scheduler_state
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.trainings import (
+from tests.train.trainings import (
     HALF,
     OPTIMISERS,
     PLANS,

@@ -23,8 +23,9 @@ from mpi4dl_nb.engines.train.checkpoint_load import check_fits_recipe, load, opt
 from mpi4dl_nb.engines.train.checkpoint_reader import STATE, Checkpoint
 from mpi4dl_nb.engines.train.checkpoint_state import WeightState, encode_value, make_optimiser_state
 from mpi4dl_nb.engines.train.training import RankTraining
-from tests.checkpoint.test_bad_checkpoints import get_refusal
-from tests.checkpoint.trainings import (
+from tests.fuzz.checkpoints import update_manifest
+from tests.train.test_bad_checkpoints import get_refusal
+from tests.train.trainings import (
     OPTIMISERS,
     PLANS,
     compute_distance,
@@ -33,7 +34,6 @@ from tests.checkpoint.trainings import (
     make_recipe,
     run_on_ranks,
 )
-from tests.fuzz.checkpoints import update_manifest
 
 KEPT = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
 WEIGHT = "model.head.2.weight"  # (5, 6)

@@ -13,7 +13,7 @@ from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
-from tests.training.test_verify import SGD
+from tests.train.test_verify import SGD
 
 REPLICAS = {
     "replicas": Plan(split_size=1, spatial_size=0, data_parallel=2, precision="float64"),

@@ -17,11 +17,11 @@ from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import SyntheticImages, shuffle_indices
 from mpi4dl_nb.engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.engines.train.checkpoint_load import optimiser_state
-from tests.checkpoint.survivor import make_survivor
 from tests.survival import kill_trainings
+from tests.train.survivor import make_survivor
 
 MODEL = (
-    "--model", "tests.checkpoint.survivor:make_survivor", "--image-size", 24, "--batch-size", 2, "--optimiser", "adam",
+    "--model", "tests.train.survivor:make_survivor", "--image-size", 24, "--batch-size", 2, "--optimiser", "adam",
 )  # fmt: skip
 FIVE = ("--split-size", 2, "--num-spatial-parts", 4, "--slice-method", "square")
 THREE = ("--split-size", 3, "--spatial-size", 0)
@@ -64,7 +64,7 @@ def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexe
 
 @pytest.mark.nightly
 def test_a_signal_to_one_rank_stops_all_when_the_step_is_done_and_saved(mpiexec, tmp_path: Path):
-    stopping = ("--model", "tests.checkpoint.survivor:make_stopping_survivor")
+    stopping = ("--model", "tests.train.survivor:make_stopping_survivor")
     done = mpiexec(3, *train(*THREE, *stopping, "--num-epochs", 10**6, "--save", tmp_path))
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("Stopped by")]
     told = re.fullmatch(r"Stopped by SIGTERM after (\d+) steps\. Saved as (.*): go on from there\.", said)

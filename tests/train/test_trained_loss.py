@@ -10,7 +10,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches, record_rank_run, verify
-from tests.checkpoint.trainings import PLANS, Weighted, make_net, make_recipe
+from tests.train.trainings import PLANS, Weighted, make_net, make_recipe
 
 
 @pytest.mark.sampled(2)

@@ -25,8 +25,8 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.update import GradientBucket
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import verify
-from tests.replica.test_synced_norms import train_plain
-from tests.training.test_verify import LOSS, SGD, SHAPE, make_net
+from tests.train.test_synced_norms import train_plain
+from tests.train.test_verify import LOSS, SGD, SHAPE, make_net
 
 
 class FixedType(nn.Module):

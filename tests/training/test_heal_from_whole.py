@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.train import checkpoint_reader
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import Heard
-from tests.notebook.test_healing import DATA, insert_fault, make_training
+from tests.training.test_healing import DATA, insert_fault, make_training
 
 
 @pytest.fixture(scope="module")

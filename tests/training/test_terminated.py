@@ -20,14 +20,14 @@ from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.training.training import Training
 from tests.chaos.training import SHAPE, make_batches, make_model
 from tests.mpi import make_mpi_environment
-from tests.notebook.test_healing import PLAN
+from tests.training.test_healing import PLAN
 
 STEPS = 400
 SCRIPT = """
 import sys
 from mpi4dl_nb import Cluster, Training
 from tests.chaos.training import SHAPE, make_batches, make_model
-from tests.notebook.test_healing import PLAN
+from tests.training.test_healing import PLAN
 
 class Told:
     stops = False

@@ -20,8 +20,8 @@ from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.widgets import slicer as module
+from tests.compiler.test_tokens import GlobalContext
 from tests.images.made_slides import find_shared
-from tests.spatial.test_tokens import GlobalContext
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])
