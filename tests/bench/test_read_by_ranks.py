@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from made_slides import find_shared, make_tissue, write_svs
 
 from mpi4dl_nb.engines.bench.read import ALLOWED_BYTES, bench_read
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import ImageError, PlanError
+from tests.images.made_slides import find_shared, make_tissue, write_svs
 
 
 def get_slide(folder: Path) -> Path:

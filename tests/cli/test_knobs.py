@@ -8,13 +8,13 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_plan import CONTRADICTIONS, REFUSED
 
 from mpi4dl_nb.engines.cli.plan_options import find_plan_option, find_plan_options, format_value, parse_value
 from mpi4dl_nb.engines.errors import Mpi4dlError
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.train.recipe import prepare
+from tests.plan.test_plan import CONTRADICTIONS, REFUSED
 
 WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}
 
