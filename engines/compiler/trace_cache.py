@@ -16,6 +16,7 @@ from mpi4dl_nb.engines.compiler.model_mixing import find_mixing
 from mpi4dl_nb.engines.compiler.operand_types import check_operand_types, trace_in_fitting_type
 from mpi4dl_nb.engines.compiler.whole_loss import with_whole_loss
 from mpi4dl_nb.engines.errors import ImageError, PlanError
+from mpi4dl_nb.engines.geometry.tiles import find_compact_grid
 from mpi4dl_nb.engines.graph.export_reader import make_tensor_spec
 from mpi4dl_nb.engines.graph.model_graph import (
     BatchLoss,
@@ -191,6 +192,7 @@ class TraceCache:
         return make_traceable(self.model)
 
     def _get_image_spec(self, plan: Plan) -> TensorSpec:
+        check_grid(plan, self.image_shape[2:])
         return get_micro_batch_spec("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
 
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
@@ -223,6 +225,18 @@ class TraceCache:
             self._traces[key] = graph
         check_operand_types(self._traces[key])
         return self._traces[key]
+
+
+def check_grid(plan: Plan, size_px: Sequence[int]) -> None:
+    """Raise PlanError if a plan cuts images along fewer or more axes than they have."""
+    if not plan.spatial_size or len(plan.grids[0]) == len(size_px):
+        return
+    kind = {1: "signals (N, C, L)", 2: "images (N, C, H, W)", 3: "volumes (N, C, D, H, W)"}[len(size_px)]
+    fitting = find_compact_grid(size_px, plan.grids[0].tiles)
+    raise PlanError(
+        f"slice_method={plan.slice_method!r} cuts along {len(plan.grids[0])} axes, but {kind} have {len(size_px)}. "
+        f"Use slice_method='{fitting}': of all grids of as many tiles, it has the smallest halos here."
+    )
 
 
 def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:

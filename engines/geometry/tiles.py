@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -246,6 +246,27 @@ class Grid(tuple[int, ...]):
                     f"{size} {name} cannot be cut into {parts} tiles. "
                     f"Use a slice_method with at most {size} along that axis, or a smaller spatial_size."
                 )
+
+
+def find_compact_grid(sizes: Sequence[int], tiles: int) -> Grid:
+    """Return the grid of so many tiles whose cuts are smallest in all, and with it the halos of layers.
+
+    >>> find_compact_grid((64, 64, 16), 4), find_compact_grid((100,), 3)
+    (Grid(2, 2, 1), Grid(3))
+    """
+    whole = math.prod(sizes)
+    return min(
+        _list_grids(len(sizes), tiles),
+        key=lambda grid: sum((parts - 1) * whole // size for parts, size in zip(grid, sizes, strict=True)),
+    )
+
+
+def _list_grids(axes: int, tiles: int) -> list[Grid]:
+    """Return all grids of so many tiles along so many axes."""
+    if axes == 1:
+        return [Grid(tiles)]
+    divisors = (parts for parts in range(1, tiles + 1) if tiles % parts == 0)
+    return [Grid(parts, *rest) for parts in divisors for rest in _list_grids(axes - 1, tiles // parts)]
 
 
 def split_axis(size: int, parts: int) -> list[Span]:

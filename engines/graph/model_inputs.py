@@ -1,4 +1,4 @@
-"""What ranks give to a model and its loss: one tensor of images (N, C, H, W), and one of labels.
+"""What ranks give to a model and its loss: one tensor of images, volumes or signals, and one of labels.
 
 The errors for anything else contain the code that makes it so.
 """
@@ -22,8 +22,10 @@ _LABELS = {"y", "gt", "label", "labels", "target", "targets", "mask", "masks", "
 """Names under which models take labels; any other argument of forward counts as images."""
 
 
-def check_image_shape(image_shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return an image shape as (N, C, H, W). Raises ImageError for another one, with the way on for a volume.
+def check_image_shape(image_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a batch: of images (N, C, H, W), volumes (N, C, D, H, W) or signals (N, C, L).
+
+    Raises ImageError for another one.
 
     >>> check_image_shape([2, 3, 64, 96])
     (2, 3, 64, 96)
@@ -32,28 +34,12 @@ def check_image_shape(image_shape: Sequence[int]) -> tuple[int, int, int, int]:
         shape = tuple(map(index, image_shape))
     except TypeError:  # no sequence, or one of other numbers
         shape = ()
-    if len(shape) == 4 and min(shape) > 0:
-        batch, channels, rows, cols = shape
-        return batch, channels, rows, cols
-    message = (
-        f"image_shape={image_shape!r} must be (N, C, H, W), four positive whole numbers, such as (4, 3, 256, 256)."
-    )
-    # A view of the channels is all that it takes: layers in stages never look at the axes of an image.
-    if len(shape) == 5 and min(shape) > 0:
-        batch, channels, planes, rows, cols = shape
-        message += (
-            " A volume (N, C, D, H, W) trains under a plan of layers, such as Plan(split_size=2, spatial_size=0), if "
-            "its planes are channels: give volumes.flatten(1, 2) and "
-            f"image_shape={(batch, channels * planes, rows, cols)}, and as the model Around(model):\n"
-            + _format_wrap(f"images.unflatten(1, {(channels, planes)})")
+    if len(shape) not in (3, 4, 5) or min(shape) < 1:
+        raise ImageError(
+            f"image_shape={image_shape!r} must be (N, C, H, W), positive whole numbers such as (4, 3, 256, 256): "
+            "(N, C, D, H, W) for volumes, and (N, C, L) for signals."
         )
-    if len(shape) == 3 and min(shape) > 0:
-        message += (
-            " Signals (N, C, L) are images of one row: give signals[:, :, None] and "
-            f"image_shape={(*shape[:2], 1, shape[2])}, and as the model Around(model):\n"
-            + _format_wrap("images[:, :, 0]")
-        )
-    raise ImageError(message)
+    return shape
 
 
 def check_forward(model: nn.Module) -> None:

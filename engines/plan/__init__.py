@@ -18,7 +18,7 @@ PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
 MOST, MOST_TILES = 1 << 20, 1 << 32
 """Upper bounds: of the counts of stages, replicas and micro-batches, and of the tiles of a stage. They bound loops."""
-_GRID = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
+_GRID = re.compile(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,8 @@ class Plan:
 
     `split_size` stages, of which the first `spatial_size` are cut into `num_spatial_parts` tiles each by
     `slice_method`: `square`, `vertical` (strips along the width), `horizontal`, or a grid such as `2x3` (rows x
-    columns). `num_spatial_parts` and `slice_method` take one value, or one per spatial stage.
+    columns). Volumes are cut by `depth` (slabs) or a grid such as `2x2x2` (planes x rows x columns), signals by a
+    number such as `4`. `num_spatial_parts` and `slice_method` take one value, or one per spatial stage.
     `balance` is `auto` or the number of layers in each stage.
     `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: the cheapest number) instead of before each
     windowed operator; where tiles overlap, both ranks compute the overlap.
@@ -120,8 +121,8 @@ class Plan:
     )
     slice_method: str | tuple[str, ...] = _tile_option(
         "square",
-        help="square, vertical, horizontal, or rows x columns such as 2x3",
-        proposals=("square", "vertical", "horizontal", "2x3"),
+        help="square, vertical, horizontal, or rows x columns such as 2x3; for volumes depth, or three such as 2x2x2",
+        proposals=("square", "vertical", "horizontal", "2x3", "depth", "2x2x2"),
     )
     balance: str | tuple[int, ...] = _stage_option(
         "auto", help="layers of each stage such as 20,18, or auto", proposals=("auto",)
@@ -224,7 +225,13 @@ class Plan:
         methods = _expand_per_stage("slice_method", self.slice_method, self.spatial_size)
         counts = _expand_per_stage("num_spatial_parts", self.num_spatial_parts, self.spatial_size)
         spatial = tuple(make_grid(method, count) for method, count in zip(methods, counts, strict=True))
-        return spatial + (Grid(1, 1),) * (self.split_size - self.spatial_size)
+        axes = {len(grid) for grid in spatial} or {2}
+        if len(axes) > 1:
+            raise PlanError(
+                f"slice_method={self.slice_method!r} cuts images along {' and '.join(map(str, sorted(axes)))} axes. "
+                "Use grids with as many numbers in every stage."
+            )
+        return spatial + (Grid(*(1,) * axes.pop()),) * (self.split_size - self.spatial_size)
 
     @property
     def held_in(self) -> str:
@@ -336,11 +343,11 @@ def make_grid(method: str, tiles: int | None) -> Grid:
 
     Raises PlanError if the method is unknown, or does not fit the number of tiles.
 
-    >>> make_grid("vertical", 3)
-    Grid(1, 3)
+    >>> make_grid("vertical", 3), make_grid("depth", 3)
+    (Grid(1, 3), Grid(3, 1, 1))
     """
-    if match := _GRID.fullmatch(str(method)):
-        result = Grid(int(match[1]), int(match[2]))
+    if _GRID.fullmatch(str(method)):
+        result = Grid(*map(int, method.split("x")))
         if result.tiles > MOST_TILES:
             raise PlanError(f"slice_method={method!r} makes {result.tiles:,} tiles, but there may be {MOST_TILES:,}.")
         if tiles not in (None, result.tiles):
@@ -350,11 +357,12 @@ def make_grid(method: str, tiles: int | None) -> Grid:
             )
         return result
     count = 4 if tiles is None else tiles
-    if method in ("vertical", "horizontal"):
-        return Grid(1, count) if method == "vertical" else Grid(count, 1)
+    strips = {"vertical": Grid(1, count), "horizontal": Grid(count, 1), "depth": Grid(count, 1, 1)}
+    if method in strips:
+        return strips[method]
     if method != "square":
-        remedy = "Choose square, vertical, horizontal, or a grid such as 2x3."
-        known = ("square", "vertical", "horizontal")
+        remedy = "Choose square, vertical, horizontal, depth, or a grid as 2x3 or 2x2x2."
+        known = ("square", *strips)
         raise PlanError(describe_unknown(f"slice_method={method!r} is unknown", method, known, remedy))
     side = math.isqrt(count)
     if side * side != count:

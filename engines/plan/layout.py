@@ -83,7 +83,8 @@ class Layout:
         turns = range(first, plan.replica_ranks, plan.local_dp)
         for index in range(rest):
             start = turns[index % len(turns)]
-            stages.append(StageRanks(Grid(1, 1), tuple(range(start, start + plan.local_dp)), plan.local_dp))
+            ranks = tuple(range(start, start + plan.local_dp))
+            stages.append(StageRanks(plan.grids[-1], ranks, plan.local_dp))
         size, pipes = plan.replica_ranks, []
         for replica, direction in product(range(plan.data_parallel), range(1 + plan.bidirectional)):
             placed = []

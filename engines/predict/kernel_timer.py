@@ -138,7 +138,7 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     weight = _make_values(channels, max(1, channels // 2), 2, 2)
     bias = torch.zeros(weight.shape[1], requires_grad=True)
     images = _make_values(2, channels, side, side)
-    yield "tile.conv_transpose", (images, weight, bias, [2, 2], [1, 1], 1, ((0, 0), (0, 0)))
+    yield "tile.conv_transpose", (images, weight, bias, [2, 2], [0, 0], [0, 0], 1, [1, 1], ((0, 0), (0, 0)))
     # A loss for each pixel, as of a segmentation into four classes.
     few = _make_values(1, 4, side, side)
     labels = torch.zeros(1, side, side, dtype=torch.int64)

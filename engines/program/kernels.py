@@ -260,28 +260,28 @@ def pad_pixels(x: Tensor, margins: Margins, fill: float, axes: Axes = (-2, -1)) 
     return functional.pad(x, around, value=fill) if any(around) else x
 
 
-@register_kernel("tile.adaptive_average")
-def pool_adaptive_average(x: Tensor, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the mean of each cell; cells are (start, stop) ranges of the window."""
-    lines = [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows]
-    return torch.stack(lines, -2)
-
-
 @register_kernel("tile.conv_transpose")
 def convolve_transposed(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     stride: Sequence[int],
-    dilation: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
     groups: int,
+    dilation: Sequence[int],
     margins: Margins,
 ) -> Tensor:
-    """Apply a transposed convolution to a window, and crop (or pad) the result by `margins` to the tile of outputs."""
-    full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
-    cut = pad_pixels(full, margins, 0.0)
+    """Apply a transposed convolution to a window, and crop (or pad) the result by `margins` to the tile of outputs.
+
+    There is a margin for each of the last axes; `padding` and `output_padding` are for those before them.
+    """
+    count = len(stride)
+    convolve = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[count - 1]
+    full = convolve(x, weight, None, stride, padding, output_padding, groups, dilation)
+    cut = pad_pixels(full, margins, 0.0, tuple(range(-len(margins), 0)))
     # The bias comes last: outputs that no input writes to have it, too.
-    return cut if bias is None else cut + bias.view(-1, 1, 1)
+    return cut if bias is None else cut + bias.view(-1, *(1,) * count)
 
 
 @register_kernel("tile.cut")

@@ -27,7 +27,8 @@ IN_PLACE = {"aten.relu.default": "aten.relu_.default"}
 """Kernels, and the variants that overwrite their argument."""
 
 FORGETFUL = (
-    *("aten.conv2d.default", "tile.conv_transpose", "aten.add.Tensor"),
+    *(f"aten.conv{count}d.default" for count in (1, 2, 3)),
+    *("tile.conv_transpose", "aten.add.Tensor"),
     *("tile.batch_norm", "tile.whole_batch_norm", "aten.batch_norm.default"),
 )
 """Kernels that allocate their result, and whose backward does not read it."""

@@ -56,8 +56,15 @@ HELD = {
         stack.default concat.default channel_shuffle.default one_hot.default cumsum.default cumprod.default
         flip.default roll.default glu.default sort.default topk.default index_select.default index.Tensor
         repeat_interleave.self_int narrow.default max.dim min.dim argmax.default argmin.default median.dim
-        prod.dim_int any.dim all.dim select.int gather.default cosine_similarity.default avg_pool3d.default
+        prod.dim_int any.dim all.dim select.int gather.default cosine_similarity.default
         type_as.default to.other""",
+    "test_volumes": """
+        conv1d.default conv1d.padding conv3d.default conv3d.padding conv_transpose1d.default conv_transpose3d.input
+        max_pool1d.default max_pool3d.default max_pool1d_with_indices.default max_pool3d_with_indices.default
+        avg_pool1d.default avg_pool3d.default adaptive_avg_pool1d.default adaptive_avg_pool3d.default
+        adaptive_max_pool1d.default adaptive_max_pool3d.default max_unpool3d.default upsample_nearest1d.vec
+        upsample_nearest3d.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact3d.vec upsample_linear1d.vec
+        upsample_trilinear3d.vec""",
     "test_tokens": """
         softmax.int log_softmax.int linear.default matmul.default bmm.default einsum.default
         scaled_dot_product_attention.default""",

@@ -68,11 +68,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown slice method": (
         {"slice_method": "diagonal"},
-        "slice_method='diagonal' is unknown. Choose square, vertical, horizontal, or a grid such as 2x3.",
+        "slice_method='diagonal' is unknown. Choose square, vertical, horizontal, depth, or a grid as 2x3 or 2x2x2.",
     ),
     "a grid without rows": (
         {"slice_method": "0x3"},
-        "slice_method='0x3' is unknown. Choose square, vertical, horizontal, or a grid such as 2x3.",
+        "slice_method='0x3' is unknown. Choose square, vertical, horizontal, depth, or a grid as 2x3 or 2x2x2.",
     ),
     "too many entries": (
         {"num_spatial_parts": (4, 2)},

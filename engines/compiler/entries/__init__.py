@@ -6,6 +6,8 @@ from mpi4dl_nb.engines.compiler.entries import (  # noqa: F401
     convolution,
     interpolation,
     norms,
+    pooling,
+    positions,
     products,
     reduction,
     sampling,

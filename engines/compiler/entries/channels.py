@@ -177,16 +177,6 @@ def transpose(b: Builder, node: Node) -> None:
     apply_locally(b, node, places)
 
 
-@register_rule("aten.avg_pool3d.default", images=("self",))
-def avg_pool3d(b: Builder, node: Node) -> None:
-    """Pool along the axis before rows and columns, as in local response norm."""
-    a = node.arguments
-    settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
-    if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
-        raise make_gather_error(node, "pools three axes")
-    apply_locally(b, node, b.image_axes)
-
-
 # Selections along an axis: one index, or those of a list.
 
 

@@ -89,14 +89,15 @@ def _sum_taps(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Se
 def pad_with_copies(b: Builder, node: Node) -> None:
     """Pad by reflection, replication or circularly: each pixel of the border is a copy of an image pixel."""
     a = node.arguments
-    pads = [*a["pad"], 0, 0]
-    if any(pads[4:]) or b.get_value(a["self"]).axes != b.image_axes:
-        raise make_gather_error(node, "pads other axes than the last two with copies")
-    height, width = b.get_value(a["self"]).size_px
+    borders = list(zip(a["pad"][::2], a["pad"][1::2], strict=True))[::-1]  # from the last axis on
+    value = b.get_value(a["self"])
+    count = len(b.image_axes)
+    if any(map(any, borders[:-count])) or value.axes != b.image_axes:
+        raise make_gather_error(node, "pads other axes than those of the image with copies")
     taps = []
-    for size_px, border in ((height, pads[2:4]), (width, pads[:2])):
+    for size_px, border in zip(value.size_px, [(0, 0)] * (count - len(borders)) + borders[-count:], strict=True):
         numbers = torch.arange(size_px).double()[None]  # the pixels' numbers are padded in place of the pixels
-        taps.append(make_copy_taps(functional.pad(numbers, tuple(border), mode=a["mode"])[0].int().tolist()))
+        taps.append(make_copy_taps(functional.pad(numbers, border, mode=a["mode"])[0].int().tolist()))
     lower_resample(b, node, a["self"], *taps)
 
 
@@ -105,10 +106,17 @@ def make_copy_taps(picked: Sequence[int]) -> Taps:
     return Taps(tuple((index,) for index in picked), ((1.0,),) * len(picked))
 
 
+def check_two_axes(b: Builder, node: Node) -> None:
+    """Raise NeedsGatherError unless images are cut along two axes, as an operator on rows and columns needs."""
+    if len(b.image_axes) != 2:
+        raise make_gather_error(node, f"is for rows and columns, but {len(b.image_axes)} axes are cut")
+
+
 @register_rule("aten.pixel_shuffle.default", images=("self",))
 def pixel_shuffle(b: Builder, node: Node) -> None:
     """Shuffle pixels: output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); the surplus is cropped."""
     factor = node.arguments["upscale_factor"]
+    check_two_axes(b, node)
     out_px = b.get_image_px(node.result)
     rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
     window = b.read_window(node.arguments["self"], out_px, *rules)
@@ -124,6 +132,7 @@ def pixel_shuffle(b: Builder, node: Node) -> None:
 def pixel_unshuffle(b: Builder, node: Node) -> None:
     """Unshuffle pixels: output i reads r pixels from i * r."""
     factor = node.arguments["downscale_factor"]
+    check_two_axes(b, node)
     out_px, rule = b.get_image_px(node.result), SlidingWindow(factor, factor)
     apply_locally(b, node, b.image_axes, self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))
 
@@ -132,15 +141,16 @@ def pixel_unshuffle(b: Builder, node: Node) -> None:
 def grid_sampler(b: Builder, node: Node) -> None:
     """Gather the image; each rank samples its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
     a, grid = node.arguments, node.arguments["grid"]
-    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
-        raise make_gather_error(
-            node, "reads places whose rows and columns are not the two axes before the last", b.image_axes
-        )
-    spans = [axis_range[1:] for axis_range in get_local_ranges(b, node.result, b.image_axes)[-2:]]
+    count = len(b.image_axes)
+    before_last = tuple(axis - 1 for axis in b.image_axes)
+    if b.is_tiled(grid) and b.get_value(grid).axes != before_last:
+        raise make_gather_error(node, "reads places whose axes are not those before the last", b.image_axes)
+    spans = [axis_range[1:] for axis_range in get_local_ranges(b, node.result, b.image_axes)[-count:]]
     if b.is_tiled(grid):
         places = b.align_to_output(grid)
     else:
-        places = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+        like = b.get_value(grid).spec
+        places = b.add_local_op(f"{node.name}.places", "tile.cut", grid, before_last, spans, like=like)
     apply_locally(b, node, b.image_axes, input=all_gather_pixels(b, node, a["input"]), grid=places)
 
 
@@ -194,12 +204,13 @@ def expand(b: Builder, node: Node) -> None:
 def repeat(b: Builder, node: Node) -> None:
     """Repeat channels and batch; or rows and columns."""
     times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
-    if not set(times[-2:]) - {1}:
+    count = len(b.image_axes)
+    if not set(times[-count:]) - {1}:
         apply_locally(b, node, b.image_axes)
-    elif set(times[:-2]) - {1} or len(times) > len(b.get_value(source).spec.shape):
+    elif set(times[:-count]) - {1} or len(times) > len(b.get_value(source).spec.shape):
         raise make_gather_error(node, f"repeats pixels, and repeats or adds other axes ({tuple(times)})")
     else:
-        sizes = zip(b.get_value(source).size_px, (1, *times)[-2:], strict=True)
+        sizes = zip(b.get_value(source).size_px, (*(1,) * count, *times)[-count:], strict=True)
         lower_resample(b, node, source, *(make_copy_taps([*range(size)] * again) for size, again in sizes))
 
 
