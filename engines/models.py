@@ -1,4 +1,4 @@
-"""The plain models: ResNet v1 and v2, AmoebaNet-D, U-Net, and a chain of convolutions for benchmarks.
+"""The plain models: ResNet v1 and v2, AmoebaNet-D, U-Nets, and a chain of convolutions for benchmarks.
 
 They have no code for parallelism.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -411,13 +412,30 @@ REDUCTION = Genotype(
 # A plain U-Net for the segmentation of images: one class per pixel.
 
 
+class _Layers(NamedTuple):
+    """The layers of a U-Net along two or three axes."""
+
+    convolution: type[nn.Module]
+    transposed: type[nn.Module]
+    norm: type[nn.Module]
+    pool: type[nn.Module]
+
+    def make_block(self, before: int, after: int) -> nn.Sequential:
+        """Return two convolutions, each with a norm and a ReLU."""
+        layers = []
+        for channels in (before, after):
+            convolution = self.convolution(channels, after, 3, padding=1, bias=False)
+            layers.append(nn.Sequential(convolution, self.norm(after), nn.ReLU(inplace=True)))
+        return nn.Sequential(*layers)
+
+
 class UNet(nn.Module):
     """U-Net: a contracting and an expanding path with skip connections between equal sizes.
 
     Ronneberger, Fischer and Brox, 2015 (arXiv:1505.04597), figure 1, with padded convolutions and batch norm.
     It has `width` channels at full size, doubled at each of `depth` halvings.
 
-    (N, 3, H, W) -> (N, num_classes, H, W); H and W must be divisible by 2 ** depth.
+    (N, channels, H, W) -> (N, num_classes, H, W); H and W must be divisible by 2 ** depth.
 
     >>> import torch
     >>> from mpi4dl_nb import UNet
@@ -425,19 +443,20 @@ class UNet(nn.Module):
     torch.Size([1, 2, 32, 32])
     """
 
-    def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2) -> None:
+    layers = _Layers(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.MaxPool2d)
+
+    def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2, channels: int = 3) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(
-            _make_block(before, after) for before, after in zip([3, *widths], widths, strict=False)
-        )
-        self.pool = nn.MaxPool2d(2)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * wide, wide, 2, stride=2) for wide in widths[-2::-1])
-        self.merge = nn.ModuleList(_make_block(2 * wide, wide) for wide in widths[-2::-1])
-        self.head = nn.Conv2d(width, num_classes, 1)
+        make_block, layers = self.layers.make_block, self.layers
+        self.down = nn.ModuleList(make_block(*pair) for pair in zip([channels, *widths], widths, strict=False))
+        self.pool = layers.pool(2)
+        self.up = nn.ModuleList(layers.transposed(2 * wide, wide, 2, stride=2) for wide in widths[-2::-1])
+        self.merge = nn.ModuleList(make_block(2 * wide, wide) for wide in widths[-2::-1])
+        self.head = layers.convolution(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits per pixel: (N, 3, H, W) -> (N, num_classes, H, W)."""
+        """Return logits per pixel: (N, channels, H, W) -> (N, num_classes, H, W)."""
         # For depth=2:
         #
         #     down[0] ----------------- skip ----------------> merge[1] --> head    full size, `width` channels
@@ -453,12 +472,23 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def _make_block(before: int, after: int) -> nn.Sequential:
-    layers = []
-    for channels in (before, after):
-        convolution = nn.Conv2d(channels, after, 3, padding=1, bias=False)
-        layers.append(nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)))
-    return nn.Sequential(*layers)
+class UNet3d(UNet):
+    """The U-Net along three axes, for the segmentation of volumes: one class per voxel.
+
+    Çiçek et al., 2016 (arXiv:1606.06650), figure 2, with padded convolutions. It is built as `UNet` is.
+
+    (N, channels, D, H, W) -> (N, num_classes, D, H, W); D, H and W must be divisible by 2 ** depth.
+
+    >>> import torch
+    >>> from mpi4dl_nb import UNet3d
+    >>> UNet3d(num_classes=2, width=4)(torch.randn(1, 1, 8, 16, 16)).shape
+    torch.Size([1, 2, 8, 16, 16])
+    """
+
+    layers = _Layers(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.MaxPool3d)
+
+    def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2, channels: int = 1) -> None:
+        super().__init__(num_classes=num_classes, width=width, depth=depth, channels=channels)
 
 
 # A network of any depth and width, made of equal layers in sequence, to study scaling.

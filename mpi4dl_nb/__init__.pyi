@@ -40,6 +40,7 @@ from mpi4dl_nb.engines.images.sample_data import immunohistochemistry as immunoh
 from mpi4dl_nb.engines.images.tables import table_images as table_images
 from mpi4dl_nb.engines.images.tables import write_table as write_table
 from mpi4dl_nb.engines.models import UNet as UNet
+from mpi4dl_nb.engines.models import UNet3d as UNet3d
 from mpi4dl_nb.engines.models import amoebanetd as amoebanetd
 from mpi4dl_nb.engines.models import resnet20_v1 as resnet20_v1
 from mpi4dl_nb.engines.models import resnet110_v2 as resnet110_v2

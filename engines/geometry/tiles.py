@@ -87,13 +87,23 @@ class Tile(tuple[Span, ...]):
 
     @property
     def rows(self) -> Span:
-        """The rows of a tile of an image."""
-        return self[-2]
+        """The rows of a tile of an image. Raises PlanError for a tile of a volume or a signal."""
+        self._check_image()
+        return self[0]
 
     @property
     def cols(self) -> Span:
-        """The columns of a tile of an image."""
-        return self[-1]
+        """The columns of a tile of an image. Raises PlanError for a tile of a volume or a signal."""
+        self._check_image()
+        return self[1]
+
+    def _check_image(self) -> None:
+        if len(self) != 2:
+            raise PlanError(
+                f"This is drawn, or written, by rows and columns, but the tiles have {len(self)} axes. Volumes and "
+                "signals can be trained, compared with one process, forecast and saved, but not drawn or read from "
+                "files."
+            )
 
     @property
     def sides(self) -> tuple[int, int, int, int]:
@@ -194,12 +204,12 @@ class Grid(tuple[int, ...]):
 
     @property
     def rows(self) -> int:
-        """Number of rows of tiles of an image."""
-        return self[-2]
+        """Number of rows of tiles; those of the planes of a volume follow one another."""
+        return self.tiles // self[-1]
 
     @property
     def cols(self) -> int:
-        """Number of columns of tiles of an image."""
+        """Number of columns of tiles."""
         return self[-1]
 
     @property
@@ -238,6 +248,11 @@ class Grid(tuple[int, ...]):
         return Tile(*reversed(spans))
 
     def _check(self, sizes: tuple[int, ...]) -> None:
+        if len(sizes) != len(self):
+            raise PlanError(
+                f"{self} tiles are cut along {len(self)} axes, but the image has {len(sizes)}, of sizes "
+                f"{' x '.join(map(str, sizes))}. Use a slice_method with {len(sizes)} numbers."
+            )
         names = {-2: "rows of pixels", -1: "columns of pixels"}
         for axis, (size, parts) in enumerate(zip(sizes, self, strict=True), -len(self)):
             if size < parts:

@@ -83,8 +83,8 @@ class Layout:
         turns = range(first, plan.replica_ranks, plan.local_dp)
         for index in range(rest):
             start = turns[index % len(turns)]
-            ranks = tuple(range(start, start + plan.local_dp))
-            stages.append(StageRanks(plan.grids[-1], ranks, plan.local_dp))
+            shared_by = tuple(range(start, start + plan.local_dp))
+            stages.append(StageRanks(plan.grids[-1], shared_by, plan.local_dp))
         size, pipes = plan.replica_ranks, []
         for replica, direction in product(range(plan.data_parallel), range(1 + plan.bidirectional)):
             placed = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.geometry.tiles import Grid, find_compact_grid
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.cost import CostModel
@@ -86,8 +87,8 @@ def search(
     raise PlanError(f"No plan for {ranks} ranks can run. {reasons}")
 
 
-def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
-    """Yield every plan for exactly `ranks` ranks that is worth considering, each once.
+def generate_plans(ranks: int, batch: int, axes: int = 2) -> Iterator[Plan]:
+    """Yield every plan for exactly `ranks` ranks that is worth considering, each once, for images of so many `axes`.
 
     Left out: grids with thinner tiles than necessary, except strips; several spatial stages, except two of different
     grids from 12 ranks of a replica on; more than two stages on a rank; numbers of micro-batches that are not powers of
@@ -108,33 +109,33 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     # families have no plan in common.
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         replica_ranks = ranks // replicas
-        yield from _generate_tiled(replica_ranks, replicas, batch)
-        yield from _generate_narrowing(replica_ranks, replicas, batch)
+        yield from _generate_tiled(replica_ranks, replicas, batch, axes)
+        yield from _generate_narrowing(replica_ranks, replicas, batch, axes)
         yield from _generate_layered(replica_ranks, replicas, batch)
 
 
-def _generate_tiled(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+def _generate_tiled(ranks: int, replicas: int, batch: int, axes: int) -> Iterator[Plan]:
     """Yield plans with tiles from the image to the loss, or tiles and then stages or ranks that share the images."""
     for fused in (False, True) if ranks > 1 else ():
-        for grid in _list_grids(ranks):
+        for grid in _list_grids(ranks, axes):
             plan = Plan(split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas)
             yield replace(plan, halo_d2=fused, fused_layers="auto" if fused else 1)
     for tiles in range(2, ranks):
         stages = ranks - tiles
-        for grid in _list_grids(tiles):
+        for grid in _list_grids(tiles, axes):
             plan = Plan(split_size=1 + stages, spatial_size=1, slice_method=grid, data_parallel=replicas)
             yield from _generate_parts(plan, batch)
             if stages > 1 and batch % stages == 0:
                 yield replace(plan, split_size=2, local_dp=stages)
 
 
-def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+def _generate_narrowing(ranks: int, replicas: int, batch: int, axes: int) -> Iterator[Plan]:
     """Yield plans for many ranks: tiles in two stages, the second with a half or a quarter of them, and then stages."""
     for second in (2**power for power in range(1, ranks.bit_length())) if ranks >= _MANY else ():
         for first in (2 * second, 4 * second):
             stages = ranks - first - second
             if stages >= 0:
-                grids = _list_grids(first)[0], _list_grids(second)[0]
+                grids = _list_grids(first, axes)[0], _list_grids(second, axes)[0]
                 plan = Plan(split_size=2 + stages, spatial_size=2, slice_method=grids, data_parallel=replicas)
                 yield from _generate_parts(plan, batch)
 
@@ -155,10 +156,10 @@ def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     yield replace(plan, bidirectional=True, schedule="gems")
 
 
-def _list_grids(tiles: int) -> tuple[str, ...]:
-    """Return the grid closest to a square, and the strips in both directions."""
-    side = max(rows for rows in range(1, int(tiles**0.5) + 1) if tiles % rows == 0)
-    return tuple(dict.fromkeys((f"{side}x{tiles // side}", f"1x{tiles}", f"{tiles}x1")))
+def _list_grids(tiles: int, axes: int) -> tuple[str, ...]:
+    """Return the grid closest to a square or a cube, and the strips along each axis, the last one first."""
+    strips = (Grid(*(tiles if axis == along else 1 for axis in range(axes))) for along in reversed(range(axes)))
+    return tuple(dict.fromkeys(map(str, (find_compact_grid((tiles,) * axes, tiles), *strips))))
 
 
 def _generate_parts(plan: Plan, batch: int) -> Iterator[Plan]:

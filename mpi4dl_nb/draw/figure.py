@@ -119,7 +119,7 @@ def format_size(shape: Sequence[int]) -> str:
     >>> format_size((256, 1))
     '256 × 1'
     """
-    return f"{shape[0]} × {shape[1]}"
+    return " × ".join(map(str, shape))
 
 
 # Rows of bars, one row per rank, as shared by the charts of time.

@@ -45,12 +45,11 @@ class HaloPoint(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        rows, cols = self.size_px
         moves = [move for rank in self.ranks.ranks for move in self.get_receives(rank)]
         return {
             "layer": self.name,
             "stage": f"{self.stage}, in {self.ranks.grid} tiles",
-            "value": f"{rows} × {cols} px",
+            "value": f"{format_size(self.sizes)} px",
             "halos": f"{len(moves)} messages, {format_bytes(self.count_bytes(moves))}",
         }
 
@@ -71,15 +70,19 @@ class HaloPoint(FactTable):
         return not self.readers or "images" in sources
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the whole value along the sharded axes."""
+        return self.spec.get_sizes(self.axes)
+
+    @property
     def size_px(self) -> tuple[int, int]:
-        """Height and width of the value for the whole image."""
-        rows, cols = self.axes
-        return self.spec.shape[rows], self.spec.shape[cols]
+        """Height and width of the value for the whole image. Raises PlanError for a volume or a signal."""
+        return Tile.whole(*self.sizes).size_px
 
     @property
     def pixel_bytes(self) -> int:
         """The bytes of one pixel, with all channels and images of the value."""
-        return self.spec.bytes // math.prod(self.size_px)
+        return self.spec.bytes // math.prod(self.sizes)
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -89,7 +92,7 @@ class HaloPoint(FactTable):
     @property
     def tiles(self) -> dict[int, Tile]:
         """The tile that each rank of the stage owns."""
-        return dict(zip(self.ranks.ranks, self.ranks.grid.cut(*self.size_px), strict=True))
+        return dict(zip(self.ranks.ranks, self.ranks.grid.cut(*self.sizes), strict=True))
 
     def _check_rank(self, rank: int) -> None:
         if rank not in self.numbers:
@@ -123,7 +126,7 @@ class HaloPoint(FactTable):
 
     def get_fill(self, rank: int) -> float | None:
         """Return the fill that a rank reads beyond the image's edge; None if its window stays inside."""
-        inside = self.get_window(rank).is_inside(Tile.whole(*self.size_px))
+        inside = self.get_window(rank).is_inside(Tile.whole(*self.sizes))
         return None if inside or rank not in self.exchanges else self.exchanges[rank].fill
 
     def count_bytes(self, moves: Sequence[Move]) -> int:
@@ -162,14 +165,22 @@ class HaloPoint(FactTable):
         return end.join((f"from rank {move.source}:", size, format_bytes(self.count_bytes([move]))))
 
     def compute_widths(self, rank: int) -> dict[str, int]:
-        """Return a tile's halo widths in pixels, without the fill: `above`, `below`, `left` and `right`.
+        """Return a tile's halo widths in pixels, without the fill, by side: `above`, `below`, `left` and `right`.
 
-        Raises PlanError if the rank is none of the stage.
+        A volume has `before` and `behind`, too, and a signal only `left` and `right`. Raises PlanError if the rank is
+        none of the stage.
         """
-        reads, tile = self.get_window(rank), self.tiles[rank]
-        above, below = compute_halo_widths(tile.rows, reads.rows, self.size_px[0])
-        left, right = compute_halo_widths(tile.cols, reads.cols, self.size_px[1])
-        return {"above": above, "below": below, "left": left, "right": right}
+        spans = zip(self.tiles[rank], self.get_window(rank), self.sizes, strict=True)
+        sides = _SIDES[-len(self.axes) :]
+        return {
+            name: width
+            for names, (own, reads, size) in zip(sides, spans, strict=True)
+            for name, width in zip(names, compute_halo_widths(own, reads, size), strict=True)
+        }
+
+
+_SIDES = (("before", "behind"), ("above", "below"), ("left", "right"))
+"""The names of both sides along the axes of a volume: planes, rows and columns."""
 
 
 def choose_borrower(point: HaloPoint) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpi4dl_nb.draw.rank_map import group_loads
+from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_seconds
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, StageRanks
@@ -125,9 +126,16 @@ def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> d
 def resize_shape(image_shape: Sequence[int], rows_px: int, images: int) -> tuple[int, int, int, int]:
     """Return (N, C, H, W) of a batch of `images` images with `rows_px` rows, whose columns keep the image's ratio.
 
+    Raises PlanError for a batch of volumes or signals.
+
     >>> resize_shape((2, 3, 64, 96), 128, 4)
     (4, 3, 128, 192)
     """
+    if len(image_shape) != 4:
+        raise PlanError(
+            f"Sizes are tried out for images (N, C, H, W), not for the shape {tuple(image_shape)}: volumes and signals "
+            "can be forecast (forecast) and tuned (tune)."
+        )
     _, channels, rows, cols = image_shape
     return images, channels, rows_px, max(1, round(cols * rows_px / rows))
 

@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.predict.candidates import Candidate, sort_candidates
 from mpi4dl_nb.engines.predict.explain import Explanation, explain
 from mpi4dl_nb.engines.predict.forecast import Forecast, check_order
 from mpi4dl_nb.engines.predict.machine import Machine
-from mpi4dl_nb.engines.predict.search import search
+from mpi4dl_nb.engines.predict.search import generate_plans, search
 from mpi4dl_nb.engines.train.optimisers import Optimiser
 from mpi4dl_nb.engines.train.recipe import Recipe, Task, sgd
 from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
@@ -130,7 +130,8 @@ class PlanTuner:
         def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
             return traces.get_graph(plan)
 
-        forecasts = search(n, batch, get_graph, machine, rank_bytes, states, report, None, neutral_batch, by)
+        asked = list(generate_plans(n, batch, len(traces.image_shape) - 2))
+        forecasts = search(n, batch, get_graph, machine, rank_bytes, states, report, asked, neutral_batch, by)
         explanation = explain(
             (*forecasts.fitting, *forecasts.too_large), forecasts.refused, rank_bytes, neutral_batch, by
         )

@@ -139,7 +139,7 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     same = {name: getattr(now, name) for name, option in OPTIONS.items() if option.kept}
     able = (
         replace(plan, **same, accumulate=now.batches // plan.batches)
-        for plan in generate_plans(ranks, batch)
+        for plan in generate_plans(ranks, batch, len(training.recipe.graph.inputs["images"].shape) - 2)
         if now.batches % plan.batches == 0 and _normalises_alike(plan, now, layers)
     )
     asked = [

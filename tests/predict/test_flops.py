@@ -28,6 +28,7 @@ OPERATORS = sorted(
     if name.startswith("aten.") and not is_user_defined(rule)
 )
 X = (1, 2, 4, 4)
+LINE, BLOCK = (1, 2, 8), (1, 2, 4, 4, 4)
 
 
 def make_values(*shape: int) -> Tensor:
@@ -41,11 +42,36 @@ def make_places(*shape: int) -> Tensor:
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "_upsample_bicubic2d_aa.vec": (make_values(*X), [8, 8], False, None),
     "_upsample_bilinear2d_aa.vec": (make_values(*X), [8, 8], False, None),
+    "_upsample_nearest_exact1d.vec": (make_values(*LINE), [9], None),
     "_upsample_nearest_exact2d.vec": (make_values(*X), [8, 8], None),
-    "avg_pool3d.default": (make_values(*X), [1, 1, 1]),
+    "_upsample_nearest_exact3d.vec": (make_values(*BLOCK), [8, 8, 8], None),
+    "adaptive_avg_pool1d.default": (make_values(*LINE), [2]),
+    "adaptive_avg_pool3d.default": (make_values(*BLOCK), [2, 2, 2]),
+    "adaptive_max_pool1d.default": (make_values(*LINE), [2]),
+    "adaptive_max_pool3d.default": (make_values(*BLOCK), [2, 2, 2]),
+    "avg_pool1d.default": (make_values(*LINE), [2]),
+    "avg_pool3d.default": (make_values(*BLOCK), [2, 2, 2]),
     "batch_norm.default": (make_values(*X), None, None, None, None, True, 0.1, 1e-5, False),
     "bmm.default": (make_values(2, 3, 4), make_values(2, 4, 5)),
     "broadcast_to.default": (make_values(*X), [3, 2, 4, 4]),
+    "conv1d.default": (make_values(*LINE), make_values(3, 2, 3)),
+    "conv1d.padding": (make_values(*LINE), make_values(4, 1, 3), None, [1], "same", [1], 2),
+    "conv3d.default": (make_values(*BLOCK), make_values(3, 2, 3, 3, 3)),
+    "conv3d.padding": (make_values(*BLOCK), make_values(4, 1, 3, 3, 3), None, [1] * 3, "same", [1] * 3, 2),
+    "conv_transpose1d.default": (make_values(*LINE), make_values(2, 3, 2), make_values(3), [2]),
+    "conv_transpose3d.input": (make_values(*BLOCK), make_values(2, 3, 2, 2, 2), make_values(3), [2, 2, 2]),
+    "max_pool1d.default": (make_values(*LINE), [2]),
+    "max_pool1d_with_indices.default": (make_values(*LINE), [2]),
+    "max_pool3d.default": (make_values(*BLOCK), [2, 2, 2]),
+    "max_pool3d_with_indices.default": (make_values(*BLOCK), [2, 2, 2]),
+    "max_unpool3d.default": (
+        *(make_values(1, 2, 2, 2, 2), make_places(1, 2, 2, 2, 2)),
+        *([4, 4, 4], [2, 2, 2], [0, 0, 0]),
+    ),
+    "upsample_linear1d.vec": (make_values(*LINE), [9], False, None),
+    "upsample_nearest1d.vec": (make_values(*LINE), [9], None),
+    "upsample_nearest3d.vec": (make_values(*BLOCK), [8, 8, 8], None),
+    "upsample_trilinear3d.vec": (make_values(*BLOCK), [8, 8, 8], False, None),
     "conv2d.default": (make_values(*X), make_values(3, 2, 3, 3)),
     "conv2d.padding": (make_values(*X), make_values(4, 1, 3, 3), None, [1, 1], "same", [1, 1], 2),
     "conv_transpose2d.input": (make_values(*X), make_values(2, 3, 2, 2), make_values(3), [2, 2]),
@@ -160,9 +186,15 @@ def test_the_table_has_products_and_convolutions():
     known = {name: count_pytorch_flops(name)[0] for name in OPERATORS}
     assert {name: count for name, count in known.items() if count} == {
         "bmm.default": 2 * 2 * 3 * 4 * 5,
+        "conv1d.default": 2 * 3 * 2 * 6 * 3,
+        "conv1d.padding": 2 * 4 * 8 * 3,
         "conv2d.default": 2 * 3 * 2 * 2 * 2 * 9,
         "conv2d.padding": 2 * 4 * 4 * 4 * 9,
+        "conv3d.default": 2 * 3 * 2 * 2 * 2 * 2 * 27,
+        "conv3d.padding": 2 * 4 * 4 * 4 * 4 * 27,
+        "conv_transpose1d.default": 2 * 2 * 8 * 3 * 2,
         "conv_transpose2d.input": 2 * 2 * 4 * 4 * 3 * 2 * 2,
+        "conv_transpose3d.input": 2 * 2 * 4 * 4 * 4 * 3 * 2 * 2 * 2,
         "einsum.default": 2 * 3 * 2 * 4 * 4,
         "linear.default": 2 * 2 * 4 * 4 * 3,
         "matmul.default": 2 * 2 * 4 * 4 * 5,

@@ -27,7 +27,7 @@ def to_axes(value: Any, count: int) -> tuple[int, ...]:
     return values if len(values) == count else values * count
 
 
-def count_whole_axes(b: Builder, node: Node, kernel: Sequence[int]) -> int:
+def count_whole_axes(b: Builder, node: Node, kernel: Sequence[object]) -> int:
     """Return how many axes of a kernel are before the sharded ones: each rank has these whole.
 
     Raises NeedsGatherError if it has fewer axes than the images.

@@ -19,10 +19,12 @@ from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.geometry.windows import SlidingWindow, TableWindow, Window
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
-from mpi4dl_nb.engines.program.kernels import get_sum_type, register_kernel
+from mpi4dl_nb.engines.program.kernels import cut_spans, get_sum_type, register_kernel
 
 Cells = tuple[tuple[int, int], ...]
 """The (start, stop) of each cell along one axis."""
+Settings = tuple[int, ...]
+"""A setting of a kernel for each of its axes."""
 
 
 def count_kernel_axes(node: Node) -> int:
@@ -96,7 +98,7 @@ def pool_average(b: Builder, node: Node) -> None:
 
 
 @register_kernel("tile.avg_pool_sums")
-def sum_windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+def sum_windows(x: Tensor, kernel: Settings, stride: Settings, padding: Settings) -> Tensor:
     """Return the sum of each window. Half precision is rounded only once, after the division."""
     x = x.to(get_sum_type(x))
     if len(kernel) == 1:  # the pool along one axis divides in any case
@@ -171,7 +173,7 @@ def check_same_axes(b: Builder, node: Node) -> None:
 def average_cells(x: Tensor, cells: Sequence[Cells]) -> Tensor:
     """Return the mean of each cell; cells are (start, stop) ranges of the window."""
     axes = tuple(range(-len(cells), 0))
-    means = [x[(..., *itertools.starmap(slice, cell))].mean(axes) for cell in itertools.product(*cells)]
+    means = [cut_spans(x, axes, cell).mean(axes) for cell in itertools.product(*cells)]
     return torch.stack(means, -1).unflatten(-1, list(map(len, cells)))
 
 

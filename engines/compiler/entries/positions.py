@@ -14,6 +14,7 @@ from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.entries.convolution import fold_padding, list_for_axes
 from mpi4dl_nb.engines.compiler.entries.pooling import (
     Cells,
+    Settings,
     check_same_axes,
     fetch_cells,
     infer_pooled_spec,
@@ -25,12 +26,10 @@ from mpi4dl_nb.engines.compiler.local_rules import make_gather_error, split_argu
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.windows import TransposedWindow
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
-from mpi4dl_nb.engines.program.kernels import get_operator, register_kernel
-
-_Corner = tuple[int, ...]
+from mpi4dl_nb.engines.program.kernels import cut_spans, get_operator, register_kernel
 
 
-def to_whole_index(index: Tensor, size: Sequence[int], corner: _Corner, size_px: Sequence[int]) -> Tensor:
+def to_whole_index(index: Tensor, size: Sequence[int], corner: Settings, size_px: Sequence[int]) -> Tensor:
     """Convert row-major pixel numbers within a part of that size at `corner` to numbers in the whole image."""
     numbers, step = torch.zeros_like(index), 1
     for local, first, whole in reversed(list(zip(size, corner, size_px, strict=True))):
@@ -66,16 +65,16 @@ def pool_maximum_with_indices(b: Builder, node: Node) -> None:
 @register_kernel("tile.max_pool_with_places")
 def pool_tile(
     x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    corner: _Corner,
+    kernel: Settings,
+    stride: Settings,
+    dilation: Settings,
+    padding: Settings,
+    corner: Settings,
     size_px: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Pool a tile by maximum; `corner` is the first pixel of `x` in the whole image."""
-    pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(kernel) - 1]
-    values, index = pool(x, kernel, stride, padding, dilation, return_indices=True)
+    pool = get_operator(f"aten.max_pool{len(kernel)}d_with_indices.default")
+    values, index = pool(x, kernel, stride, padding, dilation)
     return values, to_whole_index(index, x.shape[-len(kernel) :], corner, size_px)
 
 
@@ -87,7 +86,7 @@ def _find_first_maximum(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel("tile.first_maximum")
-def find_first_maximum(x: Tensor, dims: list[int], corner: _Corner, size_px: Sequence[int]) -> Tensor:
+def find_first_maximum(x: Tensor, dims: list[int], corner: Settings, size_px: Sequence[int]) -> Tensor:
     """Return (2, ..., 1, 1) in float64: the tile's largest value, and the whole-image index of its first one."""
     value, index = _find_first_maximum(x, len(dims))
     return torch.stack([value.double(), to_whole_index(index, x.shape[-len(dims) :], corner, size_px).double()])
@@ -106,12 +105,12 @@ def merge_first_maxima(found: Tensor, dtype: torch.dtype, count: int) -> tuple[T
 
 @register_kernel("tile.adaptive_maximum")
 def find_cell_maxima(
-    x: Tensor, cells: Sequence[Cells], corner: _Corner, size_px: Sequence[int]
+    x: Tensor, cells: Sequence[Cells], corner: Settings, size_px: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the largest value of each cell and its index; cells are (start, stop) ranges of the window at `corner`."""
     values, places = [], []
     for cell in itertools.product(*cells):
-        value, index = _find_first_maximum(x[(..., *itertools.starmap(slice, cell))], len(cell))
+        value, index = _find_first_maximum(cut_spans(x, range(-len(cell), 0), cell), len(cell))
         size = [stop - start for start, stop in cell]
         begin = tuple(first + start for first, (start, _) in zip(corner, cell, strict=True))
         values.append(value.flatten(-len(cell)))
