@@ -110,6 +110,7 @@ def test_max_pool_and_its_places(axes: int, data: st.DataObject, ceil: bool, see
     w = data.draw(generate_windows(axes, pool=True))
     pool = pick("MaxPool", axes)(w.kernel, w.stride, w.padding, w.dilation, return_indices=True, ceil_mode=ceil)
     x = make_whole_numbers(2, 2, *w.sizes, seed=seed, low=-9, high=-1)
+    assume(pool(x)[0].isfinite().all())  # of a dilated window that holds no pixel at all, PyTorch's index is beyond x
     check(lambda x: pool(x)[0], x, w.grid)
     check(lambda x: pool(x)[0] * pool(x)[1], x, w.grid)
 
