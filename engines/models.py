@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -412,23 +412,6 @@ REDUCTION = Genotype(
 # A plain U-Net for the segmentation of images: one class per pixel.
 
 
-class _Layers(NamedTuple):
-    """The layers of a U-Net along two or three axes."""
-
-    convolution: type[nn.Module]
-    transposed: type[nn.Module]
-    norm: type[nn.Module]
-    pool: type[nn.Module]
-
-    def make_block(self, before: int, after: int) -> nn.Sequential:
-        """Return two convolutions, each with a norm and a ReLU."""
-        layers = []
-        for channels in (before, after):
-            convolution = self.convolution(channels, after, 3, padding=1, bias=False)
-            layers.append(nn.Sequential(convolution, self.norm(after), nn.ReLU(inplace=True)))
-        return nn.Sequential(*layers)
-
-
 class UNet(nn.Module):
     """U-Net: a contracting and an expanding path with skip connections between equal sizes.
 
@@ -443,17 +426,18 @@ class UNet(nn.Module):
     torch.Size([1, 2, 32, 32])
     """
 
-    layers = _Layers(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.MaxPool2d)
+    layers: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.MaxPool2d)
 
     def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2, channels: int = 3) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
-        make_block, layers = self.layers.make_block, self.layers
+        convolution, transposed, norm, pool = self.layers
+        make_block = partial(_make_block, convolution, norm)
         self.down = nn.ModuleList(make_block(*pair) for pair in zip([channels, *widths], widths, strict=False))
-        self.pool = layers.pool(2)
-        self.up = nn.ModuleList(layers.transposed(2 * wide, wide, 2, stride=2) for wide in widths[-2::-1])
+        self.pool = pool(2)
+        self.up = nn.ModuleList(transposed(2 * wide, wide, 2, stride=2) for wide in widths[-2::-1])
         self.merge = nn.ModuleList(make_block(2 * wide, wide) for wide in widths[-2::-1])
-        self.head = layers.convolution(width, num_classes, 1)
+        self.head = convolution(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits per pixel: (N, channels, H, W) -> (N, num_classes, H, W)."""
@@ -473,22 +457,26 @@ class UNet(nn.Module):
 
 
 class UNet3d(UNet):
-    """The U-Net along three axes, for the segmentation of volumes: one class per voxel.
+    """The U-Net along three axes, for volumes: (N, channels, D, H, W) -> (N, num_classes, D, H, W).
 
-    Çiçek et al., 2016 (arXiv:1606.06650), figure 2, with padded convolutions. It is built as `UNet` is.
+    Çiçek et al., 2016 (arXiv:1606.06650), figure 2, with padded convolutions; otherwise as `UNet`.
 
-    (N, channels, D, H, W) -> (N, num_classes, D, H, W); D, H and W must be divisible by 2 ** depth.
-
-    >>> import torch
-    >>> from mpi4dl_nb import UNet3d
     >>> UNet3d(num_classes=2, width=4)(torch.randn(1, 1, 8, 16, 16)).shape
     torch.Size([1, 2, 8, 16, 16])
     """
 
-    layers = _Layers(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.MaxPool3d)
+    layers = (nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.MaxPool3d)
 
     def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2, channels: int = 1) -> None:
         super().__init__(num_classes=num_classes, width=width, depth=depth, channels=channels)
+
+
+def _make_block(convolution: type[nn.Module], norm: type[nn.Module], before: int, after: int) -> nn.Sequential:
+    layers = []
+    for channels in (before, after):
+        layer = convolution(channels, after, 3, padding=1, bias=False)
+        layers.append(nn.Sequential(layer, norm(after), nn.ReLU(inplace=True)))
+    return nn.Sequential(*layers)
 
 
 # A network of any depth and width, made of equal layers in sequence, to study scaling.

@@ -334,7 +334,7 @@ class Builder(ValueLayouts):
         return done[::-1]
 
 
-def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:
+def _needs_exchange(size_px: tuple[int, ...], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:
     """Return whether any rank lacks some of the pixels it wants inside the image."""
     whole = Tile.whole(*size_px)
     return not all((tile & whole).is_inside(held[rank]) for rank, tile in wanted.items())

@@ -30,8 +30,8 @@ WHOLE_PX = 128 * 128
 class NeedsGatherError(TraceError):
     """An operator that needs more than tiles and windows: it is exact if every rank holds all of its inputs.
 
-    `why` says so without a remedy. `axes` are the dimensions along which its result may be sharded again; there may be
-    none.
+    `why` says so without a remedy. `places` are those of `axes`, along which its result may be sharded again; there may
+    be none.
     """
 
     def __init__(self, message: str, axes: Axes = (), why: str = "") -> None:

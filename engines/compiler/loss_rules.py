@@ -1,4 +1,7 @@
-"""Aggregation rules of operators that reshape values or process each image separately. None: the result is unknown."""
+"""Aggregation rules of the operators of a loss: views, what keeps images apart, sums, products, class losses.
+
+A rule returns None if the result is unknown.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,7 @@ def propagate_broadcast(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return make_rows(combined, 0) if aligned else None  # `getitem` finds the axis
 
 
-# Aggregation rules of arithmetic operators: sums, means, products and losses. A rule returns None for unknown.
+# Arithmetic operators: sums, means, products and losses.
 
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's `reduction`

@@ -2,7 +2,8 @@
 
 A rule runs if one of its arguments is tiled, which includes those of which ranks share the images (`local_dp`). A rule
 registered with `everywhere=True` always runs. A rule determines which window a tile of outputs reads, the local
-kernel, and the sums over ranks; all other operators run unchanged. To add an operator, write a function like those in
+kernel, and the sums over ranks. Pointwise operators, and those that read nothing tiled, need none; `lower` says what
+becomes of the others. To add an operator, write a function like those in
 `engines/compiler/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
 """
 
@@ -56,6 +57,8 @@ def register_rule(
     notebook cell may register rules, and replaces them when it runs again: the ranks of a `Training` created afterwards
     receive them, and the kernels of `register_kernel`, by value.
 
+    A rule that cannot do its work raises `make_gather_error`: few pixels are then gathered, and many refused.
+
     The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
     outside the image are 0. The kernel computes the tile of outputs from the window:
 
@@ -88,8 +91,8 @@ def get_rules() -> dict[str, tuple[Rule, dict[str, Any]]]:
 def lower(b: Builder, node: Node) -> None:
     """Append the instructions of one graph node on this rank.
 
-    Raises TraceError if a tiled value meets an operator without a rule, and PlanError if an operator's result of a
-    large image cannot be cut into tiles.
+    Raises TraceError if a tiled value of many pixels meets an operator without a rule, and PlanError if an operator's
+    result of a large image cannot be cut into tiles.
     """
     # What is tried, in order:
     #
