@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,12 +18,39 @@ from numpy.typing import NDArray
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.mask_file import MaskFile
-from mpi4dl_nb.engines.images.metadata.row import MetadataRow
 from mpi4dl_nb.engines.images.picture import open_image
 
 Array = NDArray[Any]
 Expected = Array | str
 """The right numbers, or a pattern that the error matches."""
+
+
+class MetadataRow(NamedTuple):
+    """A row of `docs/metadata.md`: what is done with one tag, attribute or order in a picture, and in a mask.
+
+    `mask` is None if masks are not read from the format.
+    """
+
+    name: str
+    where: str
+    changes: str
+    picture: str
+    mask: str | None
+    how: str
+
+
+def _read_sections() -> dict[str, list[MetadataRow]]:
+    """The rows of the page by the titles of its sections, which are formats."""
+    sections: dict[str, list[MetadataRow]] = {}
+    text = (Path(__file__).parents[2] / "docs" / "metadata.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        title, _, *lines = section.splitlines()
+        cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines[2:] if line]
+        sections[title] = [MetadataRow(*row)._replace(mask=None if row[4] == "–" else row[4]) for row in cells]
+    return sections
+
+
+SECTIONS = _read_sections()
 
 
 @dataclass(frozen=True)

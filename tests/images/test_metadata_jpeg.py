@@ -11,13 +11,12 @@ from pathlib import Path
 import imagecodecs
 import numpy as np
 import pytest
-from made_files import MadeFile, check_row, list_rows_without_files, read_by_pillow, read_picture
+from made_files import SECTIONS, MadeFile, check_row, list_rows_without_files, read_by_pillow, read_picture
 from made_profiles import ADOBE_RGB, DISPLAY_P3, INKS, OPPONENTS, convert_by_imagecodecs, hide_opponents
 from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.images import colour_profile
-from mpi4dl_nb.engines.images.metadata.jpeg import JPEG
 from mpi4dl_nb.engines.images.picture import open_image, read_shape
 
 # A smooth picture of 16 x 24 px, since JPEG changes any other; the same coefficients by jpegtran in two ways of coding.
@@ -181,10 +180,10 @@ def forget_warnings(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_row_has_a_made_file():
-    assert list_rows_without_files(JPEG, MADE) == []
+    assert list_rows_without_files(SECTIONS["JPEG"], MADE) == []
 
 
-@pytest.mark.parametrize("row", JPEG, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SECTIONS["JPEG"], ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

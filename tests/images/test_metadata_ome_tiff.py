@@ -8,10 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from made_files import MadeFile, check_refused, check_row, list_rows_without_files, read_by_tifffile, read_picture
+from made_files import (
+    SECTIONS,
+    MadeFile,
+    check_refused,
+    check_row,
+    list_rows_without_files,
+    read_by_tifffile,
+    read_picture,
+)
 
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.images.metadata.ome_tiff import OME_TIFF
 from mpi4dl_nb.engines.images.picture import open_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
@@ -190,10 +197,10 @@ MADE = {
 
 
 def test_every_row_has_a_made_file():
-    assert list_rows_without_files(OME_TIFF, MADE) == []
+    assert list_rows_without_files(SECTIONS["OME-TIFF"], MADE) == []
 
 
-@pytest.mark.parametrize("row", OME_TIFF, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SECTIONS["OME-TIFF"], ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     check_row(row, MADE[row.name], tmp_path)
 

@@ -10,13 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_files import MadeFile, check_row, list_rows_without_files, read_by_gdal, read_by_pillow, read_picture
+from made_files import (
+    SECTIONS,
+    MadeFile,
+    check_row,
+    list_rows_without_files,
+    read_by_gdal,
+    read_by_pillow,
+    read_picture,
+)
 from made_profiles import DISPLAY_P3, OPPONENTS, SWAPPED, convert_by_imagecodecs
 from PIL import Image, ImageCms
 
 from mpi4dl_nb.engines.images import colour_profile
 from mpi4dl_nb.engines.images.colour_profile import find_effect
-from mpi4dl_nb.engines.images.metadata.png import PNG
 from mpi4dl_nb.engines.images.picture import open_image, read_shape
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 32, 3), np.uint8)
@@ -200,7 +207,7 @@ def forget_warnings(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_row_has_a_made_file():
-    assert list_rows_without_files(PNG, MADE) == []
+    assert list_rows_without_files(SECTIONS["PNG"], MADE) == []
 
 
 WARNED = {
@@ -211,7 +218,7 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("row", PNG, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SECTIONS["PNG"], ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tifffile
 from made_files import (
+    SECTIONS,
     MadeFile,
     check_row,
     expand_channels,
@@ -25,7 +26,6 @@ from PIL import Image, ImageCms
 from raw_tiff import Tags, make_tile_tags, split_tiles, write_tiff
 
 from mpi4dl_nb.engines.images.dataset import IGNORED
-from mpi4dl_nb.engines.images.metadata.tiff import TIFF
 from mpi4dl_nb.engines.images.tiff_page import TiffPageReader
 
 RGB = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
@@ -316,10 +316,10 @@ MADE = PLACES | EMPTY | KINDS | NUMBERS
 
 
 def test_every_row_has_a_made_file():
-    assert list_rows_without_files(TIFF, MADE) == []
+    assert list_rows_without_files(SECTIONS["TIFF"], MADE) == []
 
 
-@pytest.mark.parametrize("row", TIFF, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SECTIONS["TIFF"], ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     check_row(row, MADE[row.name], tmp_path)
 

@@ -11,10 +11,9 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from made_files import MadeFile, check_row, list_rows_without_files
+from made_files import SECTIONS, MadeFile, check_row, list_rows_without_files
 
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.images.metadata.ome_zarr import OME_ZARR
 from mpi4dl_nb.engines.images.picture import open_image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
@@ -250,10 +249,10 @@ MADE: dict[str, MadeFile] = {
 
 
 def test_every_row_has_a_made_file():
-    assert list_rows_without_files(OME_ZARR, MADE) == []
+    assert list_rows_without_files(SECTIONS["OME-Zarr"], MADE) == []
 
 
-@pytest.mark.parametrize("row", OME_ZARR, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SECTIONS["OME-Zarr"], ids=lambda row: row.name)
 def test_a_made_file_is_read_as_the_table_says(tmp_path: Path, row):
     check_row(row, MADE[row.name], tmp_path)
 
