@@ -15,7 +15,6 @@ import warnings
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageCms
@@ -24,7 +23,7 @@ from mpi4dl_nb.engines.errors import ImageError
 
 UNSEEN_LEVELS = 10  # of 255: smaller differences, such as those of a gamma of 2.2, are no other colours
 _NEUTRAL_LEVELS = 64  # by which the channels of a grey may differ: the white of a scanner is not quite white
-_STEPS = 9  # shades along each channel that are compared with sRGB
+_SHADES = np.linspace(0, 255, 9).astype(np.uint8)  # along each channel, that are compared with sRGB
 _MOST_BYTES = 1 << 24  # of a profile: those of printers have about 2 MB
 _SPACES = {"RGB": "RGB", "L": "GRAY", "CMYK": "CMYK"}  # the colour space of a profile for each mode of Pillow
 
@@ -116,19 +115,13 @@ def _examine(profile: bytes, mode: str) -> ProfileEffect | None:
     name = " ".join(str(source.profile.profile_description or "without a name").split())[:80]
     if mode == "CMYK":
         return ProfileEffect(name, True, transform)
-    stored = _make_colours(1 if mode == "L" else 3)
+    stored = np.arange(256, dtype=np.uint8)[None]
+    if mode == "RGB":
+        stored = np.stack(np.meshgrid(_SHADES, _SHADES, _SHADES), -1).reshape(1, -1, 3)
     shown = np.asarray(transform.apply(Image.fromarray(stored)), np.int64)
     changes = bool(np.abs(shown - np.atleast_3d(stored)).max() > UNSEEN_LEVELS)
     is_colour = mode == "L" or _are_red_green_blue(transform)
     return ProfileEffect(name, changes, None if is_colour else transform)
-
-
-def _make_colours(channels: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return all shades of grey, (1, 256), or a grid of colours, (1, N, 3)."""
-    if channels == 1:
-        return np.arange(256, dtype=np.uint8)[None]
-    steps = np.linspace(0, 255, _STEPS).astype(np.uint8)
-    return np.stack(np.meshgrid(steps, steps, steps), -1).reshape(1, -1, 3)
 
 
 def _are_red_green_blue(transform: Transform) -> bool:
@@ -137,10 +130,10 @@ def _are_red_green_blue(transform: Transform) -> bool:
     In any such space each channel alone shows mostly its own colour, and equal channels show a grey, brighter with
     larger numbers.
     """
-    greys = np.repeat(np.linspace(0, 255, _STEPS).astype(np.uint8)[:, None], 3, 1)
+    greys = np.repeat(_SHADES[:, None], 3, 1)
     lights = np.eye(3, dtype=np.uint8) * 255
     shown = np.asarray(transform.apply(Image.fromarray(np.concatenate([greys, lights])[None])), np.int64)[0]
-    of_greys, of_lights = shown[:_STEPS], shown[_STEPS:]
+    of_greys, of_lights = shown[: len(greys)], shown[len(greys) :]
     neutral = np.ptp(of_greys, axis=1).max() <= _NEUTRAL_LEVELS
     brighter = (np.diff(of_greys.sum(1)) >= 0).all()
     return bool(neutral and brighter and (of_lights.argmax(1) == np.arange(3)).all())

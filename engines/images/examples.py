@@ -41,21 +41,14 @@ class ShapeCache:
     def __init__(self) -> None:
         self._found: dict[tuple[Path, int | None], Shape | ImageError] = {}
 
-    def read(self, path: Path, level: int = 0) -> Shape:
-        """Return the shape of one level of a picture. Raises ImageError, naming the file, if it cannot be read."""
-        return self._read((path, level), lambda: read_shape(path, level))
-
-    def read_mask(self, path: Path) -> Shape:
-        """Return the shape of a mask. Raises ImageError, naming the file, if it is none."""
-        return self._read((path, None), lambda: read_mask_shape(path))
-
-    def _read(self, key: tuple[Path, int | None], read: Callable[[], Shape]) -> Shape:
-        if key not in self._found:
+    def read(self, path: Path, level: int | None) -> Shape:
+        """Return the shape of one level of a picture, or of a mask (None). Raises ImageError, naming the file."""
+        if (path, level) not in self._found:
             try:
-                self._found[key] = read()
+                self._found[path, level] = read_mask_shape(path) if level is None else read_shape(path, level)
             except ImageError as error:
-                self._found[key] = error
-        shape = self._found[key]
+                self._found[path, level] = error
+        shape = self._found[path, level]
         if isinstance(shape, ImageError):
             raise ImageError(str(shape))
         return shape
@@ -86,10 +79,6 @@ class Example:
     def shape(self) -> Shape:
         """Height and width in pixels. Raises ImageError, naming the file, if it cannot be read."""
         return self.region.size_px if self.region else read_shape(self.path, self.level)
-
-    def replace_label(self, label: int | None) -> Example:
-        """Return the same image with another class."""
-        return Example(self.path, label, self.mask, self.region, self.level, self.slide)
 
     def open_picture(self) -> Picture:
         """Open the image. Raises ImageError, naming the file, if it cannot be read or has no such region."""
@@ -126,7 +115,7 @@ class Example:
                 self.open_picture()  # raises the error for a region outside of the picture
             self._check_size(whole)
         if self.mask:
-            self.find_mask_origin(shapes.read_mask(self.mask), source, shapes)
+            self.find_mask_origin(shapes.read(self.mask, None), source, shapes)
 
     def _check_size(self, whole: Shape) -> None:
         """Raise ImageError if the region is far too large: with one digit too many, its white would fill the memory."""
@@ -194,17 +183,13 @@ class ExampleImages(LabelledImages):
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         picture = self.examples[index].open_picture()
 
-        def read(tile: Tile) -> Pixels:
-            return picture.read(tile.rows.start, tile.cols.start, *tile.shape)
+        def read(tile: Tile, above: int = 0, before: int = 0) -> Pixels:
+            return picture.read(tile.rows.start + above, tile.cols.start + before, *tile.size_px)
 
         source = picture.shape()
         if self.size and self.fit == "scale":
             return to_network_input(resize_tile(read, source, self.size, tile))
-        above, before = self._compute_margins(source)
-        rows, cols = tile.rows, tile.cols
-        return to_network_input(
-            read(Tile(Span(rows.start + above, rows.stop + above), Span(cols.start + before, cols.stop + before)))
-        )
+        return to_network_input(read(tile, *self._compute_margins(source)))
 
     def label(self, index: int) -> int:
         """Return the class of an image. Raises ImageError if it has only a mask."""

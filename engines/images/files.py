@@ -23,9 +23,6 @@ from mpi4dl_nb.engines.images.picture_reader import Level, Picture
 from mpi4dl_nb.engines.images.regular_file import NotRegularError, open_regular
 from mpi4dl_nb.engines.images.second_reader import find_decoder
 
-# The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
-PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # The most pixels per byte of a file, those of 1 bit: a block of 4 bytes of Zstandard repeats one byte 2^17 times (RFC
 # 8878). Only blank fax pages more than 32768 px wide exceed it. What a decoder may allocate is for `check_budget`.
 PIXELS_PER_BYTE = 1 << 18

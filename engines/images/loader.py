@@ -41,7 +41,7 @@ class LoaderOptions:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not is_integer(self.seed) or abs(int(self.seed)) >= 1 << 64:
+        if not is_integer(self.seed) or abs(int(self.seed)) >= 1 << 64:
             raise PlanError(f"seed={self.seed!r} must be a whole number between -2**64 and 2**64, such as 0.")
         object.__setattr__(self, "seed", int(self.seed))  # one of NumPy's would overflow in what is computed from it
         if self.on_bad_image not in _ON_BAD:

@@ -22,15 +22,7 @@ from tifffile import TiffPage
 from mpi4dl_nb.engines.errors import ImageError, make_absolute
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import IGNORED
-from mpi4dl_nb.engines.images.files import (
-    JPEG_HEAD,
-    PNG_HEAD,
-    TIFF_HEADS,
-    FileCache,
-    make_changed_error,
-    read_head,
-    translate_errors,
-)
+from mpi4dl_nb.engines.images.files import FileCache, make_changed_error, read_head, translate_errors
 from mpi4dl_nb.engines.images.foreign_formats import describe_format
 from mpi4dl_nb.engines.images.orientation import SWAPPED, turn_upright
 from mpi4dl_nb.engines.images.pillow import (
@@ -42,6 +34,7 @@ from mpi4dl_nb.engines.images.pillow import (
     read_header,
     read_whole_file,
 )
+from mpi4dl_nb.engines.images.regular_file import JPEG_HEAD, PNG_HEAD, TIFF_HEADS
 from mpi4dl_nb.engines.images.tiff_colours import read_palette
 from mpi4dl_nb.engines.images.tiff_layout import (
     DECODED,

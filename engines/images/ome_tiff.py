@@ -9,9 +9,9 @@ from pathlib import Path
 from tifffile import TiffFile, TiffPage
 
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.images.files import TIFF_HEADS, read_head, translate_errors
+from mpi4dl_nb.engines.images.files import read_head, translate_errors
 from mpi4dl_nb.engines.images.ome_xml import OmeDocument, PlaneSource, choose_image, list_planes, parse_ome
-from mpi4dl_nb.engines.images.regular_file import is_within, read_bounded
+from mpi4dl_nb.engines.images.regular_file import TIFF_HEADS, is_within, read_bounded
 from mpi4dl_nb.engines.images.tiff_directory import TEXT_BYTES, list_pages
 
 

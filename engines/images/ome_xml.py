@@ -6,8 +6,8 @@ OME data model (2016-06), elements Image, Pixels, TiffData, UUID and BinaryOnly.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.parsers import expat
@@ -85,14 +85,20 @@ class OmeDocument:
 
 def parse_ome(path: Path, text: str | bytes) -> OmeDocument:
     """Return the content of OME-XML. Raises ImageError if it is damaged, or has more than `MOST_IMAGES` images."""
-    try:
+    with _translate_errors(path):
         return _OmeParser().parse(text)
+
+
+@contextmanager
+def _translate_errors(path: Path) -> Iterator[None]:
+    """Translate the errors of a parser, and of what is computed from its texts, into one that names the file."""
+    try:
+        yield
+    except ImageError:  # a ValueError, too
+        raise
     except (expat.ExpatError, LookupError, ValueError, OverflowError) as error:
-        raise _make_xml_error(path, error) from error
-
-
-def _make_xml_error(path: Path, error: Exception) -> ImageError:
-    return make_damaged_error(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})")
+        reason = f"its OME-XML cannot be read ({type(error).__name__}: {error})"
+        raise make_damaged_error(path, reason) from error
 
 
 def _make_pages_error(path: Path, reason: str) -> ImageError:
@@ -181,7 +187,7 @@ def choose_image(path: Path, images: Sequence[OmeImage]) -> OmeImage:
     ratio), because the scan alone has levels, or because it is smaller and follows the scan, and no sizes of pixels
     tell that both are scans. Raises ImageError if there are several scans, or the XML is damaged.
     """
-    try:
+    with _translate_errors(path):
         images = [image for image in images if image.pixels]
         if not images:
             raise make_damaged_error(path, "its OME-XML has no image")
@@ -198,10 +204,6 @@ def choose_image(path: Path, images: Sequence[OmeImage]) -> OmeImage:
                     f"{path} holds {len(named)} pictures, and its OME-XML does not say which of them is the scan: "
                     f"{sizes[:600]}. Save the one you want by itself, or give the others a Name such as label or macro."
                 )
-    except ImageError:  # a ValueError, too
-        raise
-    except (LookupError, ValueError, OverflowError) as error:
-        raise _make_xml_error(path, error) from error
     return scan
 
 
@@ -226,7 +228,7 @@ def list_planes(path: Path, image: OmeImage, alone: bool) -> list[PlaneSource]:
     `alone` says that the document has no other image. Raises ImageError if it is a stack, if its channels are no
     colours, or if the XML does not give a page for each channel exactly once.
     """
-    try:
+    with _translate_errors(path):
         sizes = [int(image.pixels[f"Size{axis}"]) for axis in "ZT"]
         if sizes != [1, 1] or (image.planes, image.samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
             raise ImageError(
@@ -236,10 +238,6 @@ def list_planes(path: Path, image: OmeImage, alone: bool) -> list[PlaneSource]:
             )
         sources = _map_planes(path, image, alone)
         return [sources[channel] for channel in _order_channels(path, image)]
-    except ImageError:  # a ValueError, too
-        raise
-    except (LookupError, ValueError, OverflowError) as error:
-        raise _make_xml_error(path, error) from error
 
 
 def _map_planes(path: Path, image: OmeImage, alone: bool) -> dict[int, PlaneSource]:

@@ -20,15 +20,7 @@ from PIL import Image
 from mpi4dl_nb.engines.errors import ImageError, make_path
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.colour_profile import check_stored_colours
-from mpi4dl_nb.engines.images.files import (
-    JPEG_HEAD,
-    PNG_HEAD,
-    TIFF_HEADS,
-    FileCache,
-    FileReader,
-    read_head,
-    translate_errors,
-)
+from mpi4dl_nb.engines.images.files import FileCache, FileReader, read_head, translate_errors
 from mpi4dl_nb.engines.images.foreign_formats import describe_format
 from mpi4dl_nb.engines.images.picture_reader import (
     ArrayPicture,
@@ -51,7 +43,7 @@ from mpi4dl_nb.engines.images.pillow import (
     is_animated,
     is_apple_png,
 )
-from mpi4dl_nb.engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.images.regular_file import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, open_regular
 from mpi4dl_nb.engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
 from mpi4dl_nb.engines.images.zarr import ZarrPicture, is_zarr
 

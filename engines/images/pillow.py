@@ -22,7 +22,6 @@ from PIL.TiffImagePlugin import TiffImageFile
 from mpi4dl_nb.engines.errors import AS_TENSORS, ImageError
 from mpi4dl_nb.engines.images.colour_profile import Transform, find_conversion, warn_of_colours
 from mpi4dl_nb.engines.images.files import (
-    JPEG_HEAD,
     PIXELS_PER_BYTE,
     FileCache,
     FileReader,
@@ -33,13 +32,8 @@ from mpi4dl_nb.engines.images.files import (
 )
 from mpi4dl_nb.engines.images.jpeg_frame import read_frame
 from mpi4dl_nb.engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
-from mpi4dl_nb.engines.images.png_chunks import (
-    find_other_colours,
-    find_transparent_shade,
-    has_late_text,
-    scale_transparent_shade,
-)
-from mpi4dl_nb.engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.images.png_chunks import find_other_colours, find_transparent_shade, has_late_text
+from mpi4dl_nb.engines.images.regular_file import JPEG_HEAD, open_regular
 
 _GREY, _COLOUR, INKS = ("1", "L"), ("P", "RGB", "YCbCr"), "CMYK"
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
@@ -204,9 +198,8 @@ def _set_transparency(image: Image.Image, data: bytes) -> bool:
         return image.mode in _WITH_ALPHA and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
     if image.format == "PNG" and image.mode in _GREY and "transparency" in image.info:
         # The file counts it in its own bits. Pillow spreads the pixels over 0 ... 255, and leaves it as it is.
-        shade = find_transparent_shade(BytesIO(data))
-        if shade is not None:
-            image.info["transparency"] = scale_transparent_shade(shade, bits=data[24])
+        shade = find_transparent_shade(BytesIO(data), bits=data[24])
+        image.info["transparency"] = image.info["transparency"] if shade is None else shade
     return image.mode in _WITH_ALPHA or "transparency" in image.info
 
 

@@ -61,17 +61,7 @@ def find_other_colours(file: BinaryIO) -> str | None:
     return None
 
 
-def scale_transparent_shade(key: int, bits: int) -> int:
-    """Return the 8-bit shade that a tRNS chunk of a grey image names in its own number of bits.
-
-    >>> scale_transparent_shade(3, bits=2), scale_transparent_shade(1, bits=1), scale_transparent_shade(200, bits=8)
-    (255, 255, 200)
-    """
-    most = (1 << bits) - 1
-    return (key & most) * 255 // most
-
-
-def find_transparent_shade(file: BinaryIO) -> int | None:
-    """Return the number in the tRNS chunk of a grey image, in the image's own bits; None without one."""
-    data = next((data for name, data in list_chunks(file) if name == b"tRNS"), b"")
-    return int.from_bytes(data, "big") if len(data) == 2 else None
+def find_transparent_shade(file: BinaryIO, bits: int) -> int | None:
+    """Return the 8-bit shade that the tRNS chunk of a grey image names in its own number of bits; None without one."""
+    data, most = next((data for name, data in list_chunks(file) if name == b"tRNS"), b""), (1 << bits) - 1
+    return (int.from_bytes(data, "big") & most) * 255 // most if len(data) == 2 else None

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 from xml.etree import ElementTree as ET
 
+# The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
+PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+
 TEXT_BYTES = 1 << 28  # most bytes of a table, list or JSON file: ten times a table of a million lines
 XML_BYTES = 1 << 25  # of a text that is parsed to a tree, which takes about ten times as much memory
 

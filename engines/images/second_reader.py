@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -13,12 +14,11 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 from tifffile import TiffFile, TiffPage
 
-from mpi4dl_nb.engines.images.regular_file import open_regular
+from mpi4dl_nb.engines.images.regular_file import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, open_regular
 
 MOST_BYTES = 1 << 26  # of a file that is decoded once more, only to word an error
 MOST_PX = 1 << 24  # of all of its pages: decoders allocate what the header asks for
 _MOST_PAGES = 16
-_TIFF_HEADS, _PNG_HEAD, _JPEG_HEAD = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 _JPEG_END = b"\xff\xd9"
 # Compressions whose decoders are told how much may come out; a picture in a tile (JPEG) has a size of its own.
 _BOUNDED = (1, 2, 3, 4, 5, 8, 32773, 32946, 50000)
@@ -41,14 +41,15 @@ def find_decoder(path: Path) -> str | None:
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError):  # or the path is none: a zero byte
         return None
-    if data.startswith(_TIFF_HEADS):
-        readers: dict[str, Callable[[bytes], object]] = {"Pillow": _decode_by_pillow, "tifffile": _decode_by_tifffile}
-    elif data.startswith(_JPEG_HEAD):
+    readers: dict[str, Callable[[bytes], object]] = {"Pillow": _decode_by_pillow}
+    if data.startswith(TIFF_HEADS):
+        readers["tifffile"] = _decode_by_tifffile
+    elif data.startswith(JPEG_HEAD):
         if _JPEG_END not in data[-1024:]:
             return ""  # bytes are missing: decoders differ in whether they make them up
-        readers = {"Pillow": _decode_by_pillow, "imagecodecs": _decode_jpeg}
-    elif data.startswith(_PNG_HEAD):
-        readers = {"Pillow": _decode_by_pillow, "imagecodecs": _decode_png}
+        readers["imagecodecs"] = partial(_decode_by_imagecodecs, imagecodecs.jpeg8_decode)
+    elif data.startswith(PNG_HEAD):
+        readers["imagecodecs"] = partial(_decode_by_imagecodecs, imagecodecs.png_decode)
     else:
         return None
     failed = 0
@@ -95,13 +96,7 @@ def _decode_by_tifffile(data: bytes) -> None:
             page.asarray(maxworkers=1)
 
 
-def _decode_jpeg(data: bytes) -> None:
-    with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+def _decode_by_imagecodecs(decode: Callable[[bytes], object], data: bytes) -> None:
+    with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
         _check_size(image.size)
-    imagecodecs.jpeg8_decode(data)
-
-
-def _decode_png(data: bytes) -> None:
-    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-        _check_size(image.size)
-    imagecodecs.png_decode(data)
+    decode(data)

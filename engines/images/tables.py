@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import StringIO
 from numbers import Integral, Real
 from os import PathLike
@@ -103,7 +104,7 @@ def table_images(
         except ImageError as error:
             troubles.append((line, error))
     _raise_troubles(table, troubles)
-    examples = [draft.replace_label(labels.get(label)) for _, draft, label in drafts]
+    examples = [replace(draft, label=labels.get(label)) for _, draft, label in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore)
 
 

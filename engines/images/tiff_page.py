@@ -24,6 +24,7 @@ from mpi4dl_nb.engines.images.files import (
     make_undecoded_error,
     translate_errors,
 )
+from mpi4dl_nb.engines.images.jpeg_frame import read_frame
 from mpi4dl_nb.engines.images.orientation import SWAPPED, find_stored_tile, turn_back
 from mpi4dl_nb.engines.images.picture_reader import DecodeBlock
 from mpi4dl_nb.engines.images.tiff_layout import JPEG, JPEG_2000, ORIENTATION, PLAIN
@@ -207,8 +208,8 @@ class TiffPageReader:
         # A JPEG or JPEG 2000 segment has a header of its own, and the decoder trusts the size in it, up to
         # 65535 x 65535 for JPEG.
         size = None
-        if self._compression == JPEG:
-            size = read_jpeg_size(data)
+        if self._compression == JPEG and (frame := read_frame(data)):
+            size = frame.rows, frame.cols
         elif self._compression in JPEG_2000:
             size = read_jpeg_2000_size(data)
         if size is not None and size[0] * size[1] > 2 * self.segment[0] * self.segment[1]:
@@ -216,25 +217,6 @@ class TiffPageReader:
             raise make_damaged_error(self.path, f"{reason} {self.segment[0]} x {self.segment[1]}")
         pixels, *_ = self._decode(data, index, **self._tables)
         return np.asarray(pixels[0], self.dtype)
-
-
-# ---- the size in the header of a segment: decoders trust it, so it is checked before decoding
-
-
-def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return rows and columns from the frame header of JPEG data (ITU T.81, B.2.2), or None if there is none."""
-    #     FFD8 | FFE0 length ... | FFDB length ... | FFC0 length, precision, rows, columns, ... | FFDA length ... | data
-    #
-    # FFC0 to FFCF begin a frame, except C4 (Huffman tables), C8 (reserved) and CC (arithmetic coding tables). A marker
-    # may be preceded by any number of FF.
-    at = 2
-    while at + 9 <= len(data) and data[at] == 0xFF:
-        marker, (length,) = data[at + 1], struct.unpack_from(">H", data, at + 2)
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            rows, cols = struct.unpack_from(">HH", data, at + 5)
-            return rows, cols
-        at += 1 if marker == 0xFF else 2 + length
-    return None
 
 
 def read_jpeg_2000_size(data: bytes) -> tuple[int, int] | None:

@@ -126,6 +126,7 @@ _SMALLEST_PX, _MOST_SMALL = 1 << 10, 1 << 16  # pixels of a small chunk, and how
 _MOST_IN_SHARD = 1 << 20  # chunks per shard, whose index is read at once
 _SLACK_BYTES = 1 << 16
 _NO_CHUNK = (1 << 64) - 1
+_CHUNK_NAME = re.compile(r"c|(c\.)?[0-9]+(\.[0-9]+)*")
 
 Wanted = Sequence[slice | int]
 ChunkIndex = tuple[int, ...]
@@ -189,15 +190,11 @@ def check_chunk_names(path: Path, array: Any) -> None:
     #                         "/"    a.zarr/0/0    a.zarr/0/1 ...
     folder = Path(array.store_path.store.root, array.store_path.path)
     with os.scandir(folder) as entries:
-        first = next((entry.name for entry in entries if _is_chunk(entry.name)), "")
+        first = next((entry.name for entry in entries if _CHUNK_NAME.fullmatch(entry.name)), "")
     key = str(array.metadata.encode_chunk_key((0,) * len(array.shape)))
     due = re.sub("[0-9]+", "[0-9]+", re.escape(key.partition("/")[0]))
     if first and not re.fullmatch(due, first):
         raise make_damaged_error(path, f"its first chunk is {first}, and by its metadata chunks have names as {key}")
-
-
-def _is_chunk(name: str) -> bool:
-    return re.fullmatch(r"c|(c\.)?[0-9]+(\.[0-9]+)*", name) is not None
 
 
 def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
