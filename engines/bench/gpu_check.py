@@ -13,18 +13,17 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from mpi4dl_nb.engines.bench.measure import run_in_subprocess
+from mpi4dl_nb.engines.bench.measure import measure_seconds, run_in_subprocess
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.device import has_own_memory
-from mpi4dl_nb.engines.comm.streams import wait_for_device
 from mpi4dl_nb.engines.errors import PlanError
 
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
@@ -127,13 +126,8 @@ def measure_link_speeds(device: torch.device) -> dict[str, object]:
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=has_own_memory(device))
     speeds: dict[str, object] = {}
     for name, into, of in (("to_host_bytes_per_s", here, there), ("to_device_bytes_per_s", there, here)):
-        seconds = []
-        for _ in range(LINK_TIMES):
-            start_s = time.perf_counter()
-            into.copy_(of, non_blocking=True)
-            wait_for_device(device)
-            seconds.append(time.perf_counter() - start_s)
-        speeds[name] = LINK_BYTES / statistics.median(seconds)
+        copy = partial(into.copy_, of, non_blocking=True)
+        speeds[name] = LINK_BYTES / statistics.median(measure_seconds(copy, device) for _ in range(LINK_TIMES))
     return speeds
 
 

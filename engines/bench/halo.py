@@ -42,7 +42,7 @@ from mpi4dl_nb.engines.program.instructions import Compute
 from mpi4dl_nb.engines.program.message_buffers import Index, SendQueue
 from mpi4dl_nb.engines.program.segment import Segment
 from mpi4dl_nb.engines.train.recipe import prepare
-from mpi4dl_nb.engines.train.training import choose_thread_count
+from mpi4dl_nb.engines.train.training import choose_thread_count, copy_state_tensor
 
 if TYPE_CHECKING:
     from mpi4dl_nb.engines.comm.mpi import MpiWorld
@@ -65,9 +65,7 @@ def make_halo_parser() -> argparse.ArgumentParser:
         "Time a halo exchange, forward and backward, and the same exchange written by hand with mpi4py."
     )
     flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
-    flags.add_argument(
-        "--num-spatial-parts", type=parse_value, default=None, help=f"{OPTIONS['num_spatial_parts'].help} (4)"
-    )
+    flags.add_argument("--num-spatial-parts", type=parse_value, help=f"{OPTIONS['num_spatial_parts'].help} (4)")
     flags.add_argument("--slice-method", type=parse_value, default="square", help=OPTIONS["slice_method"].help)
     counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
     for name, default in counts.items():
@@ -118,11 +116,9 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
     (exchange,) = select_kind(forward, Exchange)
     (op,) = (op for item in forward for op in item.local_ops if "conv2d" in op.kernel)
-    device = choose_device(case.device, world.rank)
-    dtype = getattr(torch, case.plan.precision)
+    device, specs = choose_device(case.device, world.rank), recipe.graph.specs
     weights = {
-        name: tensor.to(device, dtype, memory_format=choose_memory_format(tensor.dim())).requires_grad_()
-        for name, tensor in recipe.state.items()
+        name: copy_state_tensor(tensor, specs[name], device).requires_grad_() for name, tensor in recipe.state.items()
     }
     convolution = Segment(Compute("convolution", (op,), (exchange.target,), (op.out,), True), weights)
     return make_exchange_runners([exchange], world, device, SendQueue())[exchange.name], convolution

@@ -43,6 +43,14 @@ if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from mpi4dl_nb.engines.comm.mpi import MpiWorld
 
 
+def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work`, until the device has finished it."""
+    start_s = time.perf_counter()
+    work()
+    wait_for_device(device)
+    return time.perf_counter() - start_s
+
+
 def time_rank_step(world: World, training: RankTraining, own: Inputs) -> float:
     """Return the seconds from a barrier until all ranks have completed a step."""
     world.barrier()
@@ -89,10 +97,7 @@ def time_shuffled(
             work = works[name]()
             world.comm.Barrier()
             wait_for_device(device)
-            start_s = time.perf_counter()
-            work()
-            wait_for_device(device)
-            times[name].append(time.perf_counter() - start_s)
+            times[name].append(measure_seconds(work, device))
             world.comm.Barrier()  # what a finished rank does next must not take cores from the others
     return {name: seconds[warmup:] for name, seconds in times.items()}
 
@@ -158,13 +163,16 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
 STEPS = 2  # gradients and the optimiser's state exist from the second step on
 
 
-def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: int) -> dict[str, object]:
+def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Return bytes beyond the memory before the steps: `peak_bytes` of each rank, in rank order, and of one process.
 
     `share` is the largest peak of a rank relative to that of one process; `even_share` that of a rank that holds one
     tile's part of everything.
     """
-    peaks = world.all_gather(_measure_rank(world, recipe, seed))
+    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.make_recipe(chosen, world.size, world)
+    peaks = world.all_gather(_measure_rank(world, recipe, chosen.seed))
     trim_memory()  # make room for the one process with the whole image
     world.barrier()
     whole = world.all_gather(
@@ -176,14 +184,6 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
         "share": round(max(peaks) / whole, 4),
         "even_share": round(1 / recipe.plan.grids[0].tiles, 4),
     }
-
-
-def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
-    """Run `bench memory`."""
-    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
-    chosen = flags.parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    return bench_memory(world, recipe, arguments, chosen.seed)
 
 
 def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
@@ -222,11 +222,7 @@ def measure_steps(
 
     def run_steps() -> None:
         step = begin()
-        for _ in range(count):
-            start_s = time.perf_counter()
-            step()
-            wait_for_device(device)
-            seconds.append(time.perf_counter() - start_s)
+        seconds.extend(measure_seconds(step, device) for _ in range(count))
 
     measure = partial(measure_device_peak, device) if has_own_memory(device) else measure_host_peak_bytes
     return measure(run_steps), seconds

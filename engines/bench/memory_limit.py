@@ -82,17 +82,18 @@ _WAYS: Mapping[str, tuple[str, Mapping[str, object]]] = {  # what it is, and the
 }
 
 
+def _make_limit_parser(description: str) -> ArgumentParser:
+    flags = options.make_parser(description)
+    help_text = "memory limit beyond the initial size of the process"
+    flags.add_argument("--memory-mb", type=options.parse_positive, default=512, help=help_text)
+    return flags
+
+
 def make_largest_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, the method, and the limit."""
-    flags = options.make_parser("Find the largest square image that one process trains within a memory limit.")
+    flags = _make_limit_parser("Find the largest square image that one process trains within a memory limit.")
     says = "; ".join(f"{way}: {what}" for way, (what, _) in _WAYS.items())
     flags.add_argument("--way", choices=list(_WAYS), default="plain", help=says)
-    flags.add_argument(
-        "--memory-mb",
-        type=options.parse_positive,
-        default=512,
-        help="memory limit beyond the initial size of the process",
-    )
     flags.add_argument("--step-px", type=options.parse_positive, default=64, help="image sizes are multiples of this")
     flags.add_argument("--most-px", type=options.parse_positive, default=16384, help="the largest image size to try")
     return flags
@@ -235,16 +236,10 @@ def make_ranks_in_turn(
 
 def make_streaming_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, and the limit."""
-    flags = options.make_parser(
+    flags = _make_limit_parser(
         "Train an image tile after tile within a memory limit, and compare with one process without a limit."
     )
     flags.add_argument("--iterations", type=options.parse_positive, default=3)
-    flags.add_argument(
-        "--memory-mb",
-        type=options.parse_positive,
-        default=512,
-        help="memory limit beyond the initial size of the process",
-    )
     flags.add_argument("--folder", default=find_disk_folder(), help="folder of the file of offloaded activations")
     return flags
 

@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.profiler import profile, supported_activities
 
-from mpi4dl_nb.engines.bench.measure import compute_spread, time_interleaved, time_rank_step
+from mpi4dl_nb.engines.bench.measure import compute_spread, measure_seconds, time_interleaved, time_rank_step
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.device import count_cores, has_own_memory, trim_memory
 from mpi4dl_nb.engines.comm.streams import wait_for_device
@@ -86,10 +87,7 @@ def bench_step(
             # Meanwhile the other ranks wait at the barrier below, so that this process may use all cores. The ranks'
             # step has left the thread count of a rank's share of them.
             torch.set_num_threads(threads)
-            start_s = time.perf_counter()
-            alone.step(batch)
-            wait_for_device(training.device)
-            alone_s.append(time.perf_counter() - start_s)
+            alone_s.append(measure_seconds(partial(alone.step, batch), training.device))
             if in_turns:
                 trim_memory()
         world.barrier()
@@ -97,7 +95,7 @@ def bench_step(
     if alone:
         # The profiled step comes last: a profiler slows down what it watches.
         torch.set_num_threads(threads)
-        arithmetic = measure_arithmetic_share(lambda: alone.step(batch))
+        arithmetic = measure_arithmetic_share(partial(alone.step, batch))
         images = recipe.step_specs["images"].shape[0]
         ours, theirs = statistics.median(ranks_s[1:]), statistics.median(alone_s[1:])
         line = {
@@ -159,21 +157,13 @@ def run_bench_compiled(world: World, arguments: Sequence[str]) -> dict[str, obje
     return bench_compiled(world, recipe, chosen.iterations, chosen.seed)
 
 
-def bench_overhead(times: int) -> dict[str, object]:
-    """Return the overhead of a program's instruction, with tiny segments on one rank, in microseconds of one thread.
+def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Yield the overhead of a program's instruction, with tiny segments on one rank, in microseconds of one thread.
 
-    All are medians over `times` measurements, each a median itself. `instruction_us` is the time of an instruction
-    (forward or backward) minus that of its one kernel call and the call's gradient, which are `call_us` and
+    All are medians over `--iterations` measurements, each a median itself. `instruction_us` is the time of an
+    instruction (forward or backward) minus that of its one kernel call and the call's gradient, which are `call_us` and
     `back_call_us`. `spread` is (largest - smallest) / median.
     """
-    torch.set_num_threads(1)
-    runs = [measure_overheads() for _ in range(times)]
-    medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-    return {**medians, "spread": compute_spread([run["instruction_s"] for run in runs])}
-
-
-def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Run `bench overhead`."""
     flags = options.FlagParser(
         description="Measure the cost of an instruction of a program in addition to its kernels."
     )
@@ -181,7 +171,10 @@ def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[
     chosen = flags.parse_args(arguments)
     # It needs one rank; the others wait, so that they do not take its cores.
     if world.rank == 0:
-        yield bench_overhead(chosen.iterations)
+        torch.set_num_threads(1)
+        runs = [measure_overheads() for _ in range(chosen.iterations)]
+        medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+        yield {**medians, "spread": compute_spread([run["instruction_s"] for run in runs])}
     world.barrier()
 
 

@@ -82,9 +82,7 @@ def make_parser(description: str, iterations: int | None = None) -> FlagParser:
     flags.add_argument("--seed", type=parse_seed, default=0)
     flags.add_argument("--optimiser", choices=sorted(OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
-    flags.add_argument(
-        "--clip-norm", type=float, default=None, help="upper bound of the norm of all gradients together"
-    )
+    flags.add_argument("--clip-norm", type=float, help="upper bound of the norm of all gradients together")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     for field in fields(Plan):
         option = OPTIONS[field.name]

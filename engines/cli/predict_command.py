@@ -69,28 +69,21 @@ def make_predict_parser() -> argparse.ArgumentParser:
         "Classify or segment a region of a picture of any size, tile after tile, in bounded memory."
     )
     options.add_model_flags(flags)
-    flags.add_argument("--weights", default=None, help="a checkpoint, a folder of them, or a safetensors file")
+    flags.add_argument("--weights", help="a checkpoint, a folder of them, or a safetensors file")
     flags.add_argument("--image", required=True, help="a picture or slide; every rank opens it")
-    flags.add_argument("--region", default=None, help="y0,x0,height,width in pixels of the level; default: all of it")
+    flags.add_argument("--region", help="y0,x0,height,width in pixels of the level; default: all of it")
     flags.add_argument("--level", type=int, default=0, help="0 is the finest")
-    flags.add_argument(
-        "--to", default=None, help="the pyramidal TIFF to write; required if the model predicts per pixel"
-    )
-    flags.add_argument(
-        "--kind", choices=KINDS, default=None, help="what is stored; default: classes, or the scores of a regression"
-    )
+    flags.add_argument("--to", help="the pyramidal TIFF to write; required if the model predicts per pixel")
+    flags.add_argument("--kind", choices=KINDS, help="what is stored; default: classes, or the scores of a regression")
     flags.add_argument(
         "--activation",
         choices=[activation or "none" for activation in ACTIVATIONS],
-        default=None,
         help="softmax: one class out of several; sigmoid: a map for each label; none: amounts; default: as the loss of "
         "the checkpoint says",
     )
-    flags.add_argument("--class-names", default=None, help="comma-separated, written into the file of the prediction")
+    flags.add_argument("--class-names", help="comma-separated, written into the file of the prediction")
     flags.add_argument("--memory-mb", type=options.parse_positive, default=1000, help="memory limit of each rank")
-    flags.add_argument(
-        "--tile-px", type=options.parse_positive, default=None, help="side of the tiles, regardless of --memory-mb"
-    )
+    flags.add_argument("--tile-px", type=options.parse_positive, help="side of the tiles, regardless of --memory-mb")
     flags.add_argument("--precision", "--dtype", choices=PRECISIONS, default="float32")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     flags.add_argument(
