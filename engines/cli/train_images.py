@@ -10,7 +10,7 @@ from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.images.augmented import Augmented
-from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
+from mpi4dl_nb.engines.images.dataset import LabelledImages, SyntheticImages
 from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.sample_data import load_cifar_images
 from mpi4dl_nb.engines.images.tables import has_masks, table_images
@@ -56,10 +56,8 @@ def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[Lab
         judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
         others = make_dataset(argparse.Namespace(**judged), images_per_step)
     elif chosen.held_out is not None:
-        _, others = split_by_slide(
-            make_dataset(argparse.Namespace(**judged), images_per_step), chosen.held_out, chosen.seed
-        )
-        images, _ = split_by_slide(images, chosen.held_out, chosen.seed)
+        _, others = make_dataset(argparse.Namespace(**judged), images_per_step).split(chosen.held_out, chosen.seed)
+        images, _ = images.split(chosen.held_out, chosen.seed)
     kinds = [kind for kind in chosen.augment if kind != CROP]
     if not chosen.augment:
         return images, others

@@ -72,8 +72,19 @@ class LabelledImages(ABC):
         return torch.full(tile.shape, self.label(index))
 
     def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Subset, Subset]:
-        """Split into (training images, held-out images) by slide: see `split_by_slide`."""
-        return split_by_slide(self, held_out, seed)
+        """Split into (training images, held-out images), with about a `held_out` share of the slides held out.
+
+        See `split_indices`. Raises ImageError if one of the two would be empty.
+        """
+        slides = [self.slide(index) for index in range(len(self))]
+        labels: list[int | None] = []
+        for index in range(len(self)):
+            try:
+                labels.append(self.label(index))
+            except ImageError:  # an image with only a mask has none
+                labels.append(None)
+        train, held = split_indices(slides, labels, held_out, seed)
+        return Subset(self, train), Subset(self, held)
 
 
 def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
@@ -343,7 +354,7 @@ def split_indices(
     return sides[0], sides[1]
 
 
-# Subsets of a data set, and its split into training and held-out images.
+# Subsets of a data set.
 
 
 class Subset(LabelledImages):
@@ -381,19 +392,3 @@ class Subset(LabelledImages):
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         return self.images.mask(self.numbers[index], tile, draw)
-
-
-def split_by_slide(images: LabelledImages, share: float, seed: int = 0) -> tuple[Subset, Subset]:
-    """Split into (training images, held-out images), with about `share` of the slides held out; see `split_indices`.
-
-    Raises ImageError if one of the two would be empty.
-    """
-    slides = [images.slide(index) for index in range(len(images))]
-    labels: list[int | None] = []
-    for index in range(len(images)):
-        try:
-            labels.append(images.label(index))
-        except ImageError:  # an image with only a mask has none
-            labels.append(None)
-    train, held = split_indices(slides, labels, share, seed)
-    return Subset(images, train), Subset(images, held)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile
-from mpi4dl_nb.engines.images.dataset import IGNORED, split_by_slide
+from mpi4dl_nb.engines.images.dataset import IGNORED
 from mpi4dl_nb.engines.images.examples import Example, ExampleImages
 from mpi4dl_nb.engines.images.folder import folder_images
 from mpi4dl_nb.engines.images.picture import open_image, read_shape
@@ -195,7 +195,7 @@ def test_one_slide_in_two_classes_is_on_one_side(tmp_path: Path):
         for kind in ("normal", "tumour"):
             save_image(tmp_path / kind / f"s{slide}" / "1.png", PIXELS[:8, :9])
     images = folder_images(tmp_path, (8, 9))
-    train, judge = split_by_slide(images, 0.25, seed=1)
+    train, judge = images.split(0.25, seed=1)
     assert (len(train), len(judge)) == (12, 4)
     assert not {train.slide(i) for i in range(12)} & {judge.slide(i) for i in range(4)}
     again = images.split(0.25, seed=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.augmented import Augmented
-from mpi4dl_nb.engines.images.dataset import Subset, SyntheticImages, split_by_slide, split_indices
+from mpi4dl_nb.engines.images.dataset import Subset, SyntheticImages, split_indices
 
 IMAGES = st.lists(st.tuples(st.sampled_from("abcdefghijkl"), st.integers(0, 2)), min_size=1, max_size=60)
 
@@ -58,7 +58,7 @@ def test_one_slide_alone_cannot_be_held_out():
 
 def test_parts_of_images_are_those_images():
     images, whole = SyntheticImages(20, (5, 6), 2, seed=3), Tile.whole(5, 6)
-    train, judge = split_by_slide(images, 0.25, seed=4)
+    train, judge = images.split(0.25, seed=4)
     assert len(train) + len(judge) == 20
     assert 4 <= len(judge) <= 6
     assert not {train.name(i) for i in range(len(train))} & {judge.name(i) for i in range(len(judge))}
@@ -74,7 +74,7 @@ def test_parts_of_images_are_split_and_named_as_they_are():
     images.names = ("ill", "well")
     train, judge = Augmented(images.split(0.25, seed=4)[0]).split(0.5)
     assert train.names == judge.names == ("ill", "well")
-    assert len(train) + len(judge) == len(split_by_slide(images, 0.25, seed=4)[0])
+    assert len(train) + len(judge) == len(images.split(0.25, seed=4)[0])
 
 
 def test_there_must_be_such_images():
