@@ -14,12 +14,7 @@ from torch import Tensor
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
-from mpi4dl_nb.engines.images.dataset import (
-    IGNORED,
-    LabelledImages,
-    parse_image_size,
-    to_network_input,
-)
+from mpi4dl_nb.engines.images.dataset import IGNORED, LabelledImages, parse_image_size, to_network_input
 from mpi4dl_nb.engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
 from mpi4dl_nb.engines.images.picture import crop_picture, open_cached, read_shape
 from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels

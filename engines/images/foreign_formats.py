@@ -36,12 +36,7 @@ _FORMATS = (
     (0, b"%PDF", "a PDF document", "Save its picture as a PNG file."),
     (0, b"version https://git-lfs", "the pointer of Git LFS to a file that is not here", "Fetch it: git lfs pull."),
     (0, b"<", "a page or a document of XML, as a download that was refused leaves", "Open it in an editor."),
-    (
-        0,
-        b"\x00" * 8,
-        "empty at its beginning (zero bytes), as a download that was cut may be",
-        "Copy it again.",
-    ),
+    (0, b"\x00" * 8, "empty at its beginning (zero bytes), as a download that was cut may be", "Copy it again."),
 )
 
 _HEAD_BYTES = 348

@@ -10,12 +10,7 @@ from operator import index
 import torch
 from torch import Tensor, nn
 
-from mpi4dl_nb.engines.comm.device import (
-    choose_autocast_type,
-    choose_device,
-    place_inputs,
-    use_threads,
-)
+from mpi4dl_nb.engines.comm.device import choose_autocast_type, choose_device, place_inputs, use_threads
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.model_mixing import find_mixing
