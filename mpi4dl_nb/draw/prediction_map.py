@@ -23,10 +23,11 @@ from mpi4dl_nb.engines.errors import ImageError, PlanError, make_path
 from mpi4dl_nb.engines.formatting import format_percent
 from mpi4dl_nb.engines.geometry.tiles import Span
 from mpi4dl_nb.engines.images.examples import find_nearest_pixels
-from mpi4dl_nb.engines.images.files import PNG_HEAD, TIFF_HEADS, read_head, translate_errors
+from mpi4dl_nb.engines.images.files import read_head, translate_errors
 from mpi4dl_nb.engines.images.picture import Source, open_image
 from mpi4dl_nb.engines.images.picture_reader import Picture, make_thumbnail
 from mpi4dl_nb.engines.images.pillow import allow_any_size
+from mpi4dl_nb.engines.images.regular_file import PNG_HEAD, TIFF_HEADS
 from mpi4dl_nb.engines.inference.class_map import ClassMap, find_pitch, find_pitches, make_colours
 
 SHOWN_PX = 1600  # longer side of a map as it is drawn; more than a screen shows
