@@ -163,16 +163,13 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
 STEPS = 2  # gradients and the optimiser's state exist from the second step on
 
 
-def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
+def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: int) -> dict[str, object]:
     """Return bytes beyond the memory before the steps: `peak_bytes` of each rank, in rank order, and of one process.
 
     `share` is the largest peak of a rank relative to that of one process; `even_share` that of a rank that holds one
     tile's part of everything.
     """
-    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
-    chosen = flags.parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    peaks = world.all_gather(_measure_rank(world, recipe, chosen.seed))
+    peaks = world.all_gather(_measure_rank(world, recipe, seed))
     trim_memory()  # make room for the one process with the whole image
     world.barrier()
     whole = world.all_gather(
@@ -184,6 +181,14 @@ def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object
         "share": round(max(peaks) / whole, 4),
         "even_share": round(1 / recipe.plan.grids[0].tiles, 4),
     }
+
+
+def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench memory`."""
+    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.make_recipe(chosen, world.size, world)
+    return bench_memory(world, recipe, arguments, chosen.seed)
 
 
 def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:

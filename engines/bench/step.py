@@ -157,13 +157,21 @@ def run_bench_compiled(world: World, arguments: Sequence[str]) -> dict[str, obje
     return bench_compiled(world, recipe, chosen.iterations, chosen.seed)
 
 
-def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield the overhead of a program's instruction, with tiny segments on one rank, in microseconds of one thread.
+def bench_overhead(times: int) -> dict[str, object]:
+    """Return the overhead of a program's instruction, with tiny segments on one rank, in microseconds of one thread.
 
-    All are medians over `--iterations` measurements, each a median itself. `instruction_us` is the time of an
-    instruction (forward or backward) minus that of its one kernel call and the call's gradient, which are `call_us` and
+    All are medians over `times` measurements, each a median itself. `instruction_us` is the time of an instruction
+    (forward or backward) minus that of its one kernel call and the call's gradient, which are `call_us` and
     `back_call_us`. `spread` is (largest - smallest) / median.
     """
+    torch.set_num_threads(1)
+    runs = [measure_overheads() for _ in range(times)]
+    medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+    return {**medians, "spread": compute_spread([run["instruction_s"] for run in runs])}
+
+
+def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Run `bench overhead`."""
     flags = options.FlagParser(
         description="Measure the cost of an instruction of a program in addition to its kernels."
     )
@@ -171,10 +179,7 @@ def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[
     chosen = flags.parse_args(arguments)
     # It needs one rank; the others wait, so that they do not take its cores.
     if world.rank == 0:
-        torch.set_num_threads(1)
-        runs = [measure_overheads() for _ in range(chosen.iterations)]
-        medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-        yield {**medians, "spread": compute_spread([run["instruction_s"] for run in runs])}
+        yield bench_overhead(chosen.iterations)
     world.barrier()
 
 
