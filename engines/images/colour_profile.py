@@ -65,11 +65,12 @@ def check_stored_colours(path: Path, profile: bytes | None, mode: str) -> None:
 
     Warns as `find_conversion`. Raises ImageError if the numbers are no colours without their profile.
     """
-    if find_conversion(path, profile, mode) is not None:
-        effect = find_effect(profile, mode)
+    find_conversion(path, profile, mode)
+    effect = find_effect(profile, mode)
+    if effect is not None and effect.transform is not None:
         raise ImageError(
-            f"{path} holds numbers that are red, green and blue only by its colour profile "
-            f"{effect.name if effect else ''!r}. Convert it to sRGB and save it again."
+            f"{path} holds numbers that are red, green and blue only by its colour profile {effect.name!r}. "
+            "Convert it to sRGB and save it again."
         )
 
 

@@ -24,10 +24,9 @@ from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.dataset import IGNORED
 from mpi4dl_nb.engines.images.files import FileCache, make_changed_error, read_head, translate_errors
 from mpi4dl_nb.engines.images.foreign_formats import describe_format
-from mpi4dl_nb.engines.images.orientation import SWAPPED, turn_upright
+from mpi4dl_nb.engines.images.orientation import ORIENTATION, SWAPPED, turn_upright
 from mpi4dl_nb.engines.images.pillow import (
     KEPT_BYTES,
-    ORIENTATION,
     allow_any_size,
     check_decoding,
     map_row_bands,

@@ -66,7 +66,7 @@ def parse_axes(axes: Sequence[Any]) -> str:
     known = {"time": "t", "channel": "c"}
     plain = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
     names = [known.get(str(axis.get("type") or axis["name"]), str(axis["name"]).lower()) for axis in plain]
-    return "".join(name if name in tuple("tczyx") else "?" for name in names)
+    return "".join(name if name in tuple(_IMPLIED) else "?" for name in names)
 
 
 def read_multiscale(path: Path, group: Any) -> Multiscale:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 
+ORIENTATION = 274  # the tag of EXIF and TIFF
 # The eight symmetries of a rectangle: 5 to 8 swap rows and columns, and each of the four corners may come first.
 SWAPPED = (5, 6, 7, 8)
 _ROWS_REVERSED, _COLS_REVERSED = (3, 4, 7, 8), (2, 3, 6, 7)

@@ -22,6 +22,7 @@ from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.colour_profile import check_stored_colours
 from mpi4dl_nb.engines.images.files import FileCache, FileReader, read_head, translate_errors
 from mpi4dl_nb.engines.images.foreign_formats import describe_format
+from mpi4dl_nb.engines.images.orientation import SWAPPED
 from mpi4dl_nb.engines.images.picture_reader import (
     ArrayPicture,
     DecodeBlock,
@@ -346,7 +347,7 @@ def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
         return open_cached(path).shape(level)
     image, orientation, stated = header
     choose_conversion(path, image, stated)  # warns, or raises: the pixels that are read later are not the stored ones
-    return image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
+    return image.size if orientation in SWAPPED else image.size[::-1]
 
 
 def _read_header(path: Path) -> tuple[Image.Image, int, str | None] | None:

@@ -31,6 +31,7 @@ from mpi4dl_nb.engines.images.files import (
     translate_errors,
 )
 from mpi4dl_nb.engines.images.jpeg_frame import read_frame
+from mpi4dl_nb.engines.images.orientation import ORIENTATION
 from mpi4dl_nb.engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
 from mpi4dl_nb.engines.images.png_chunks import find_other_colours, find_transparent_shade, has_late_text
 from mpi4dl_nb.engines.images.regular_file import JPEG_HEAD, open_regular
@@ -38,7 +39,6 @@ from mpi4dl_nb.engines.images.regular_file import JPEG_HEAD, open_regular
 _GREY, _COLOUR, INKS = ("1", "L"), ("P", "RGB", "YCbCr"), "CMYK"
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
-ORIENTATION = 0x0112  # the tag of EXIF and TIFF
 KEPT_BYTES = 1 << 26  # of decoded files that a cache keeps alive by itself: readers keep a larger array themselves
 MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits every block in every scan
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # a marker that ends a scan: no stuffed 0, restart or padding

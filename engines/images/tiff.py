@@ -13,6 +13,7 @@ from tifffile import TiffFile, TiffPage
 
 from mpi4dl_nb.engines.images.colour_profile import check_stored_colours
 from mpi4dl_nb.engines.images.files import FileReader, make_changed_error, translate_errors
+from mpi4dl_nb.engines.images.orientation import ORIENTATION
 from mpi4dl_nb.engines.images.picture_reader import DecodeBlock, Level, Pixels, make_levels, split_row_bands
 from mpi4dl_nb.engines.images.tiff_colours import ColourRule
 from mpi4dl_nb.engines.images.tiff_directory import list_pages, list_sub_pages
@@ -20,7 +21,6 @@ from mpi4dl_nb.engines.images.tiff_layout import (
     DECODED,
     JPEG,
     JPEG_2000,
-    ORIENTATION,
     PALETTE,
     PLAIN,
     YCBCR,

@@ -24,7 +24,6 @@ PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)
 DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard
 MULTIPLIED, ALPHA = 1, 2
-ORIENTATION = 274
 WIDEST_UM = 50.0  # of a pixel: above that, a resolution is that of a screen or printer (72 ... 300 dots per inch)
 _MICRONS = {2: 25_400.0, 3: 10_000.0}  # micrometres per inch and per centimetre
 _BY_PILLOW = (2, 3, 4, 6, 32771, 34925)  # compressions: fax, old JPEG, uncompressed 16-bit words, LZMA

@@ -25,9 +25,9 @@ from mpi4dl_nb.engines.images.files import (
     translate_errors,
 )
 from mpi4dl_nb.engines.images.jpeg_frame import read_frame
-from mpi4dl_nb.engines.images.orientation import SWAPPED, find_stored_tile, turn_back
+from mpi4dl_nb.engines.images.orientation import ORIENTATION, SWAPPED, find_stored_tile, turn_back
 from mpi4dl_nb.engines.images.picture_reader import DecodeBlock
-from mpi4dl_nb.engines.images.tiff_layout import JPEG, JPEG_2000, ORIENTATION, PLAIN
+from mpi4dl_nb.engines.images.tiff_layout import JPEG, JPEG_2000, PLAIN
 
 LARGE_TILE_PX = 1 << 24  # 4096 x 4096: programs write small pages in the tiles of large ones
 TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find
