@@ -147,12 +147,17 @@ def make_line(swept: TiledPrediction, ask: PredictionRequest) -> dict[str, objec
     height, width = ask.region.picture_px
     answer = swept.answer.tolist() if hasattr(swept.answer, "tolist") else swept.answer
     return {
-        **vars(swept),
         "answer": answer,
         "kind": ask.kind,
+        "per_pixel": swept.per_pixel,
         "height_px": height,
         "width_px": width,
+        "tiles": swept.tiles,
+        "tile_px": list(swept.tile_px),
+        "walks": swept.walks,
+        "overhead": swept.overhead,
         "seconds": round(swept.seconds, 2),
         "px_per_s": round(height * width / swept.seconds),
         "memory_mb": ask.memory_bytes // 10**6,
+        "peak_bytes": list(swept.peak_bytes),
     }
