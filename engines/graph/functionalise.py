@@ -258,11 +258,14 @@ class _Functionaliser:
 
     def _make_out_of_place(self, node: fx.Node, value: fx.Node) -> fx.Node:
         make, like = partial(self._make, node, node), value.meta["val"]
+
+        def cast(result: fx.Node) -> fx.Node:
+            is_alike = result.meta["val"].dtype == like.dtype
+            return result if is_alike else make(_ATEN._to_copy.default, result, dtype=like.dtype)
+
         if node.target in (_ATEN.copy_.default, _ATEN.fill_.Tensor):  # the source, in the type and shape of `value`
             source: fx.Node = node.args[1]  # type: ignore[assignment]
-            replacement = source
-            if replacement.meta["val"].dtype != like.dtype:
-                replacement = make(_ATEN._to_copy.default, replacement, dtype=like.dtype)
+            replacement = cast(source)
             if replacement.meta["val"].shape != like.shape:
                 replacement = make(_ATEN.expand.default, replacement, list(like.shape))
             return replacement if replacement is not source else make(_ATEN.alias.default, replacement)
@@ -272,12 +275,7 @@ class _Functionaliser:
         # Defaults are filled in: `bernoulli.p` requires an argument that `bernoulli_` has a default for.
         left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
         arguments = [*node.args, *(argument.default_value for argument in left_out if not argument.kwarg_only)]
-        replacement = make(target, value, *arguments[1 : len(target._schema.arguments)], **node.kwargs)
-        return (
-            replacement
-            if replacement.meta["val"].dtype == like.dtype
-            else make(_ATEN._to_copy.default, replacement, dtype=like.dtype)
-        )
+        return cast(make(target, value, *arguments[1 : len(target._schema.arguments)], **node.kwargs))
 
     def _make(self, reader: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator before `reader`, with the source location of `origin`."""
@@ -395,7 +393,7 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
     It is possible if all masked positions get the same number, the same vector along the axes after the mask, or the
     values of another tensor at the same positions (`y[mask] = z[mask]`).
     """
-    if node.target is not torch.ops.aten.index_put_.default or _get_argument(node, "accumulate"):
+    if node.target is not _ATEN.index_put_.default or _get_argument(node, "accumulate"):
         return None
     indices, new = _get_argument(node, "indices"), _get_argument(node, "values")
     indexed = [(axis, index) for axis, index in enumerate(indices) if index is not None]
@@ -404,7 +402,7 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
     axis, mask = indexed[0]
     trailing = value.meta["val"].dim() - axis - mask.meta["val"].dim()
     picked: fx.Node | None = None
-    if new.target is torch.ops.aten.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
+    if new.target is _ATEN.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
         source = new.args[0]
         if source.meta["val"].shape == value.meta["val"].shape:
             picked = source
@@ -414,12 +412,12 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
         if assigned.dim() <= trailing:
             picked = new
         elif assigned.numel() == 1:
-            picked = make(torch.ops.aten.reshape.default, new, [])
+            picked = make(_ATEN.reshape.default, new, [])
     if picked is None:
         return None
     if trailing:
-        mask = make(torch.ops.aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * trailing])
-    return make(torch.ops.aten.where.self, mask, picked, value)
+        mask = make(_ATEN.reshape.default, mask, [*mask.meta["val"].shape, *[1] * trailing])
+    return make(_ATEN.where.self, mask, picked, value)
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -111,11 +111,9 @@ def describe_value(value: object) -> str:
             f"{key!r} {describe_value(item) if isinstance(item, Tensor) else f'a {type(item).__name__}'}"
             for key, item in value.items()
         ]
-        return (
-            f"{kind} of {', '.join(entries[:_MOST])}{', ...' * (len(entries) > _MOST)}"
-            if entries
-            else f"{kind} without entries"
-        )
+        if not entries:
+            return f"{kind} without entries"
+        return f"{kind} of {', '.join(entries[:_MOST])}{', ...' * (len(entries) > _MOST)}"
     if isinstance(value, list | tuple):
         return f"{kind} of {len(value)} {'tensors' if all(isinstance(item, Tensor) for item in value) else 'values'}"
     return "None" if value is None else kind

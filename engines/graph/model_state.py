@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mpi4dl_nb.engines.graph.python_values import iterate_attributes
+from mpi4dl_nb.engines.graph.python_values import iterate_plain_attributes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ModelState:
         modes = frozenset((name, type(module), module.training) for name, module in _iterate_modules(owners))
         parts = nn.ModuleList(owner for owner in owners if isinstance(owner, nn.Module))
         trained = tuple((name, weight.requires_grad) for name, weight in parts.named_parameters())
-        attributes = (attribute for module in parts for attribute in iterate_attributes(module))
+        attributes = (attribute for module in parts for attribute in iterate_plain_attributes(module))
         return cls(modes, trained, tuple((path, repr(value)) for _, _, value, path in attributes))
 
     @contextmanager

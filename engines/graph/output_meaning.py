@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.errors import PlanError
@@ -211,24 +212,11 @@ def _reshape(node: Node, shape: Sequence[int], along: int, channels: _Channels) 
     return replace(channels, axis=axes[0] if axes else None)
 
 
-def _permute(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
-    order = [dim % len(shape) for dim in node.arguments["dims"]]
-    return replace(channels, axis=order.index(along))
-
-
 def _move(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
-    arguments = [node.arguments[name] for name in ("source", "destination")]
-    sources, targets = (
-        [dim % len(shape) for dim in (dims if isinstance(dims, list) else [dims])] for dims in arguments
-    )
-    others = iter(axis for axis in range(len(shape)) if axis not in sources)
-    order = [sources[targets.index(axis)] if axis in targets else next(others) for axis in range(len(shape))]
-    return replace(channels, axis=order.index(along))
-
-
-def _transpose(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
-    first, second = (node.arguments[name] % len(shape) for name in ("dim0", "dim1"))
-    return replace(channels, axis={first: second, second: first}.get(along, along))
+    """Move the axes of a tensor whose sizes are their numbers."""
+    axes = torch.empty(tuple(range(len(shape))), device="meta")
+    order = getattr(axes, node.short_operator)(*list(node.arguments.values())[1:]).shape
+    return replace(channels, axis=list(order).index(along))
 
 
 def _select(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
@@ -247,9 +235,7 @@ def _slice(node: Node, shape: Sequence[int], along: int, channels: _Channels) ->
 
 _MOVES: dict[str, Callable[[Node, Sequence[int], int, _Channels], _Channels]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape),
-    "permute": _permute,
-    **dict.fromkeys(("movedim", "moveaxis"), _move),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
+    **dict.fromkeys(("permute", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims"), _move),
     "select": _select,
     "slice": _slice,
 }

@@ -26,19 +26,22 @@ def get_prediction(answer: Any) -> Any:
 
     An output of several tensors without that name is returned unchanged.
     """
-    named: Mapping[str, Any] = {}
-    if isinstance(answer, Mapping):
-        named = answer
-    elif hasattr(answer, "_asdict"):  # a named tuple
-        named = answer._asdict()
-    elif is_dataclass(answer):
-        named = {field.name: getattr(answer, field.name) for field in fields(answer)}
-    elif _has_logits(answer):
-        named = vars(answer)
-    if named.get("logits") is not None:
-        return named["logits"]
+    parts = _get_parts(answer._asdict() if hasattr(answer, "_asdict") else answer)  # that of a named tuple
+    if parts and parts.get("logits") is not None:
+        return parts["logits"]
     tensors = list(collect_tensors(answer).values())
     return tensors[0] if len(tensors) == 1 else answer
+
+
+def _get_parts(value: Any) -> Mapping[Any, Any] | None:
+    """Return what a container holds, by key, name or position, or None if a value is none in which tensors may be."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return vars(value) if _has_logits(value) else None
 
 
 def _has_logits(value: Any) -> bool:
@@ -54,17 +57,9 @@ def collect_tensors(answer: Any) -> dict[str, Tensor]:
 def _iterate_places(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield ".".join(place), value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    elif (parts := _get_parts(value)) is not None:
+        for key, item in parts.items():
             yield from _iterate_places(item, (*place, str(key)))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _iterate_places(item, (*place, str(index)))
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _iterate_places(getattr(value, field.name), (*place, field.name))
-    elif _has_logits(value):
-        yield from _iterate_places(vars(value), place)
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise TraceError(
             f"The model answers with a {type(value).__name__}, in which no tensor can be found. "

@@ -223,13 +223,9 @@ def _compare(holder: Any, before: Mapping[Any, Any], now: dict[Any, Any], keys: 
 
 
 def _put_back(holder: Any, key: Any, before: Any) -> None:
-    if isinstance(holder, CellType):
-        if before is _ABSENT:
-            del holder.cell_contents
-        else:
-            holder.cell_contents = before
-    elif isinstance(holder, type):
-        delattr(holder, key) if before is _ABSENT else setattr(holder, key, before)
+    if isinstance(holder, CellType | type):
+        name = "cell_contents" if isinstance(holder, CellType) else key
+        delattr(holder, name) if before is _ABSENT else setattr(holder, name, before)
     elif isinstance(holder, dict):
         if before is _ABSENT:
             holder.pop(key, None)
@@ -240,10 +236,10 @@ def _put_back(holder: Any, key: Any, before: Any) -> None:
         (holder.update if isinstance(holder, set) else holder.extend)(before)
 
 
-def holds_tensor(value: Any, depth: int = _DEPTH) -> bool:
+def holds_tensor(value: Any) -> bool:
     """Return whether a value is a tensor, or a container or an object with one, a few levels deep."""
     level, seen = [value], set[int]()
-    for _ in range(depth):
+    for _ in range(_DEPTH):
         if any(isinstance(referent, (Tensor, *_SYMBOLS)) for referent in level):
             return True
         level = [referent for referent in level if not isinstance(referent, (*_LEAVES, type, ModuleType, FunctionType))]

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import is_fake
 
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.graph.exported_nodes import find_current_line, find_source_line
 from mpi4dl_nb.engines.graph.model_graph import MODEL
+from mpi4dl_nb.engines.graph.owners import iterate_owners
 
 _REMEDY = (
     "Compute this in the model's forward and return it beside the prediction, for a loss of both; for an L2 penalty, "
@@ -43,9 +44,8 @@ class OwnedMemory:
     def of(cls, *owners: object) -> OwnedMemory:
         """Return the memory of a model, and of its loss if given. Raises TraceError if two tensors overlap."""
         owned = {
-            what: {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
-            for what, owner in zip(("model", "loss"), owners, strict=False)
-            if isinstance(owner, nn.Module)
+            prefix.removesuffix("."): {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+            for prefix, owner in iterate_owners(*owners)
         }
         # A loss that holds the model's parameters themselves is refused with its parameters.
         distinct = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,6 +27,13 @@ def collect_buffers(*owners: object) -> dict[str, Tensor]:
         for prefix, owner in iterate_owners(*owners)
         for name, buffer in owner.named_buffers(remove_duplicate=False)
     }
+
+
+def iterate_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """Yield all attributes of a model's modules: the module, the name, the value, and the path from the model."""
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):  # another thread may be tracing the model
+            yield module, name, value, f"{path}.{name}".lstrip(".")
 
 
 def find_first_names(*owners: object) -> dict[str, str]:

@@ -10,7 +10,9 @@ import dis
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from itertools import chain
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.graph.outside_state import Place
+from mpi4dl_nb.engines.graph.owners import iterate_attributes
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OWN_NAMES = {*vars(nn.Module()), "training"}
@@ -63,8 +66,8 @@ class TracedValues:
             for module in owner.modules() if isinstance(owner, nn.Module) else ():
                 self._reads += _read_function(type(module).forward, what, seen)
             if isinstance(owner, nn.Module):
-                for holder, name, value, path in iterate_attributes(owner):
-                    self._attributes.append((holder, name, value, f"{path} of the {what}"))
+                for module, name, value, path in iterate_plain_attributes(owner):
+                    self._attributes.append((vars(module), name, value, f"{path} of the {what}"))
                 self._reads += _read_containers(owner, what, seen)
                 self._weights += [(f"{name} of the {what}", w, w.requires_grad) for name, w in owner.named_parameters()]
             else:
@@ -114,28 +117,24 @@ class TracedValues:
                 raise _make_error(f"{name} of the model", "")
 
 
-def iterate_attributes(owner: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
-    """Yield the plain attributes of all modules, except those that forward sets: place, name, value, path."""
-    for path, module in owner.named_modules():
-        stored = _find_stored(type(module))
-        for name, value in list(vars(module).items()):  # another thread may be tracing the model
-            if name not in _OWN_NAMES and name not in stored and _is_plain(value):
-                yield vars(module), name, value, f"{path}.{name}".lstrip(".")
+def iterate_plain_attributes(owner: nn.Module) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """Yield, as `iterate_attributes`, the plain attributes of all modules, except those that forward sets."""
+    for module, name, value, path in iterate_attributes(owner):
+        if name not in _OWN_NAMES and name not in _find_stored(type(module)) and _is_plain(value):
+            yield module, name, value, path
 
 
 def _read_containers(owner: nn.Module, what: str, seen: set[int]) -> Iterator[_Read]:
     """Yield the tensors of a module's attributes, and the present items of its lists and dicts.
 
-    Those that forward sets or writes to are left out, as in `iterate_attributes`.
+    Those that forward sets or writes to are left out, as in `iterate_plain_attributes`.
     """
-    for path, module in owner.named_modules():
-        written = _find_stored(type(module)) | _find_filled(type(module))
-        for name, value in list(vars(module).items()):
-            # A hook before forward may set it in each run, as that of torch.nn.utils.spectral_norm sets the weight.
-            if isinstance(value, Tensor) and module._forward_pre_hooks:
-                continue
-            if name not in _OWN_NAMES and name not in written and not _is_plain(value):
-                yield from _read_value(vars(module), name, value, f"{path}.{name}".lstrip("."), what, seen)
+    for module, name, value, path in iterate_attributes(owner):
+        # A hook before forward may set it in each run, as that of torch.nn.utils.spectral_norm sets the weight.
+        if name in _OWN_NAMES or _is_plain(value) or (isinstance(value, Tensor) and module._forward_pre_hooks):
+            continue
+        if name not in _find_stored(type(module)) | _find_filled(type(module)):
+            yield from _read_value(vars(module), name, value, path, what, seen)
 
 
 class _Read:
@@ -183,15 +182,14 @@ def _is_unwritten(tensor: Tensor, mark: int | Tensor) -> bool:
     return torch.equal(tensor, mark) if isinstance(mark, Tensor) else tensor._version == mark
 
 
+_get_kind = attrgetter("dtype", "device", "layout", "requires_grad")
+
+
 def _is_same(now: object, then: Tensor) -> bool:
     """Return whether a value is a tensor, or an equal one in its place, such as one that a hook of forward sets."""
-
-    def get_kind(tensor: Tensor) -> tuple[Any, ...]:
-        return tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
-
     if now is then or not isinstance(now, Tensor):
         return now is then
-    return get_kind(now) == get_kind(then) and not then.is_meta and torch.equal(now, then)
+    return _get_kind(now) == _get_kind(then) and not then.is_meta and torch.equal(now, then)
 
 
 def _make_error(name: str, change: str) -> PlanError:
@@ -252,25 +250,16 @@ def _read_code(function: FunctionType, what: str, seen: set[int]) -> Iterator[_R
             yield from _read_value(held, name, held[name], name, what, seen)
 
 
-_GLOBALS: dict[CodeType, tuple[str, ...]] = {}
-_STORED: dict[type, frozenset[str]] = {}
-_FILLED: dict[type, frozenset[str]] = {}
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _CHANGING = ("insert", "pop", "popitem", "clear", "update", "setdefault", "sort", "reverse", "remove")
 
 
+@cache
 def _find_globals(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that some code reads, that of functions within it too."""
-    if code not in _GLOBALS:
-        names = {
-            instruction.argval: None
-            for instruction in dis.get_instructions(code)
-            if instruction.opname == "LOAD_GLOBAL"
-        }
-        for inner in code.co_consts:
-            if isinstance(inner, CodeType):
-                names |= dict.fromkeys(_find_globals(inner))
-        _GLOBALS[code] = tuple(names)
-    return _GLOBALS[code]
+    here = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    within = (_find_globals(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    return tuple(dict.fromkeys(chain(here, *within)))
 
 
 def _iterate_instructions(cls: type) -> Iterator[list[dis.Instruction]]:
@@ -280,41 +269,31 @@ def _iterate_instructions(cls: type) -> Iterator[list[dis.Instruction]]:
         code = getattr(getattr(cls, method, None), "__code__", None)
         instructions = list(dis.get_instructions(code)) if code else []
         for instruction in instructions:
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval not in methods:
+            if instruction.opname in _LOADS and instruction.argval not in methods:
                 methods.append(instruction.argval)
         yield instructions
 
 
+@cache
 def _find_stored(cls: type) -> frozenset[str]:
     """Return the attributes that forward, or a method that it calls, sets."""
-    if cls not in _STORED:
-        codes = _iterate_instructions(cls)
-        _STORED[cls] = frozenset(
-            instruction.argval for code in codes for instruction in code if instruction.opname == "STORE_ATTR"
-        )
-    return _STORED[cls]
+    codes = _iterate_instructions(cls)
+    return frozenset(step.argval for code in codes for step in code if step.opname == "STORE_ATTR")
 
 
+@cache
 def _find_filled(cls: type) -> frozenset[str]:
     """Return the attributes in lines of forward, or of a method that it calls, that write an item or in place."""
-    if cls not in _FILLED:
-        attributes: set[str] = set()
-        for code in _iterate_instructions(cls):
-            writing = {
-                instruction.positions.lineno for instruction in code if instruction.positions and _is_write(instruction)
-            }
-            loads = (instruction for instruction in code if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"))
-            attributes |= {
-                instruction.argval
-                for instruction in loads
-                if instruction.positions and instruction.positions.lineno in writing
-            }
-        _FILLED[cls] = frozenset(attributes)
-    return _FILLED[cls]
+    attributes: set[str] = set()
+    for code in _iterate_instructions(cls):
+        placed = [(step, step.positions.lineno) for step in code if step.positions]
+        writing = {line for step, line in placed if _is_write(step)}
+        attributes |= {step.argval for step, line in placed if step.opname in _LOADS and line in writing}
+    return frozenset(attributes)
 
 
-def _is_write(each: dis.Instruction) -> bool:
-    called = each.opname in ("LOAD_ATTR", "LOAD_METHOD") and str(each.argval)
-    return each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or bool(
-        called and (called in _CHANGING or (called.endswith("_") and not called.endswith("__")))
-    )
+def _is_write(step: dis.Instruction) -> bool:
+    if step.opname not in _LOADS:
+        return step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
+    called = str(step.argval)
+    return called in _CHANGING or (called.endswith("_") and not called.endswith("__"))

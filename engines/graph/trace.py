@@ -165,19 +165,19 @@ def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", d
 def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, device: str) -> ModelGraph:
     """Export a model, with its loss if there is one, and rewrite its graph."""
     check_torch_release()
-    model, dtype = owners[0], getattr(torch, specs[0].dtype)
+    model = owners[0]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _translate_errors(model, specs[0]):
         memory = OwnedMemory.of(*owners)
         copies = [
-            make_fake_copy(make_traceable(owner), mode, dtype, memory.make_memo())
+            make_fake_copy(make_traceable(owner), mode, specs[0].dtype, memory.make_memo())
             if isinstance(owner, nn.Module)
             else owner
             for owner in owners
         ]
         readable = find_readable_modules(model, *owners[1:], *copies[1:]) if len(owners) > 1 else {}
         whole = _TracedModel(ConstantPropagationMode(collect_buffers(*owners), memory), readable, *copies)
-    inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
+    inputs = tuple(make_fake_tensor(mode, spec) for spec in specs)
     with _translate_errors(model, specs[0], whole.constants), restore_outside_state(*owners):
         exported = torch.export.export(whole, inputs, strict=False).module()
         names = find_first_names(*owners)
@@ -208,16 +208,14 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         if isinstance(module, nn.ModuleList)
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
-    default = str(torch.get_default_dtype()).removeprefix("torch.")
     modules = whole.model.named_modules(remove_duplicate=False)
     synced = {name for name, module in modules if isinstance(module, nn.SyncBatchNorm) and module.training}
-    loss_input = whole.loss_input
     graph = replace(
         graph,
         chains=frozenset(chains),
-        loss_input=loss_input.type,
-        left_out=loss_input.left_out,
-        default_type=default,
+        loss_input=whole.loss_input.type,
+        left_out=whole.loss_input.left_out,
+        default_type=str(torch.get_default_dtype()).removeprefix("torch."),
         synced=frozenset(synced),
     )
     if whole.loss is None or not whole.constants.recomputes:
@@ -268,8 +266,7 @@ def _can_run(model: nn.Module, images: TensorSpec) -> bool:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with ONE_AT_A_TIME, restore_outside_state(model), silence_exporter(), mode, torch.no_grad():
-            copy = make_fake_copy(model, mode, getattr(torch, images.dtype))
-            copy(make_fake_tensor(mode, images.shape, images.dtype))
+            make_fake_copy(model, mode, images.dtype)(make_fake_tensor(mode, images))
     except Exception:  # a model may raise anything
         return False
     return True
@@ -283,9 +280,9 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     constants = ConstantPropagationMode(collect_buffers(model))
     with _translate_errors(model, images, constants), restore_outside_state(model):
-        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
+        twin = make_fake_copy(model, mode, images.dtype)
         held = dict(twin.named_buffers())
-        pixels = make_fake_tensor(mode, images.shape, images.dtype)
+        pixels = make_fake_tensor(mode, images)
         with mode, torch.no_grad(), watch_forward(nn.ModuleDict({"model": twin}), constants):
             answers = collect_tensors(get_prediction(twin(pixels)))
     for name, buffer in twin.named_buffers():

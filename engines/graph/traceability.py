@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.graph.constant_propagation import ConstantPropagationMode
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.outputs import call_loss
 from mpi4dl_nb.engines.graph.outside_state import restore_outside_state
-from mpi4dl_nb.engines.graph.owners import collect_buffers
+from mpi4dl_nb.engines.graph.owners import collect_buffers, iterate_attributes
 from mpi4dl_nb.engines.graph.repeatable import RepeatedRun
 from mpi4dl_nb.engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 
@@ -28,7 +28,7 @@ from mpi4dl_nb.engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 
 
 def make_fake_copy(
-    module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, memo: Mapping[int, Any] | None = None
+    module: nn.Module, mode: FakeTensorMode, dtype: str, memo: Mapping[int, Any] | None = None
 ) -> nn.Module:
     """Return a copy whose weights and buffers have no memory; those of floating type have `dtype`.
 
@@ -40,17 +40,17 @@ def make_fake_copy(
     memo = dict(memo or {})
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:
-            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            kind = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype
             twin = torch.empty_like(tensor.detach(), dtype=kind, device="cpu")
             is_weight = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_weight else twin
     return copy.deepcopy(module, memo)
 
 
-def make_fake_tensor(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:
+def make_fake_tensor(mode: FakeTensorMode, spec: TensorSpec) -> Tensor:
     """Return a tensor without memory."""
     with mode:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
 
 
 # Checks before tracing: models that cannot be traced, and those that a trace would get wrong.
@@ -176,18 +176,17 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     # stays. What the second run changes once more would change in every step.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
-        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
-        whole = make_fake_tensor(mode, images.shape, images.dtype)
-        owners = nn.ModuleDict({"model": twin})
+        twin = make_fake_copy(model, mode, images.dtype)
+        owners, whole = nn.ModuleDict({"model": twin}), make_fake_tensor(mode, images)
         run = partial(_run_watched, owners, collect_buffers(model), mode, twin, whole)
         repeated = RepeatedRun(lambda log: run(log=log), "model")
         # numbers: new --first run--> before --second run--> (read below)
-        new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
+        new, memory = _collect_numbers(twin), _get_storages(twin)
         with restore_outside_state(model):
             repeated.rerun()
-            before = dict(_iterate_numbers(twin))
+            before = _collect_numbers(twin)
             repeated.rerun()
-            after, storages = dict(_iterate_numbers(twin)), _get_storages(twin)
+            after, storages = _collect_numbers(twin), _get_storages(twin)
             repeated.settle()
     except Exception:
         return
@@ -225,21 +224,19 @@ def check_loss_repeats(
     The model runs once, without memory, unless the spec of the `prediction` is given.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    dtype = getattr(torch, images.dtype)
     try:
-        called = make_fake_copy(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
+        called = make_fake_copy(loss, mode, images.dtype) if isinstance(loss, nn.Module) else loss
         owners = nn.ModuleDict({"loss": called} if isinstance(called, nn.Module) else {})
-        truth = make_fake_tensor(mode, labels.shape, labels.dtype)
+        truth = make_fake_tensor(mode, labels)
         if prediction:
-            answer: Any = make_fake_tensor(mode, prediction.shape, prediction.dtype)
+            answer: Any = make_fake_tensor(mode, prediction)
         else:
-            twin, whole = make_fake_copy(model, mode, dtype), make_fake_tensor(mode, images.shape, images.dtype)
+            twin, whole = make_fake_copy(model, mode, images.dtype), make_fake_tensor(mode, images)
             both = nn.ModuleDict({"model": twin}), collect_buffers(model)
             with restore_outside_state(model, loss):
                 answer = _run_watched(*both, mode, twin, whole, log=nullcontext())
-        run = partial(
-            _run_watched, owners, collect_buffers(None, loss), mode, partial(call_loss, called), answer, truth
-        )
+        held = collect_buffers(None, loss)
+        run = partial(_run_watched, owners, held, mode, partial(call_loss, called), answer, truth)
         repeated = RepeatedRun(lambda log: run(log=log), "loss")
         with restore_outside_state(model, loss):
             repeated.rerun()
@@ -280,19 +277,14 @@ def collect_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     An attribute may be a list, tuple or dict of tensors.
     """
     attributes: dict[str, list[Tensor]] = {}
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
+    for _, name, value, path in iterate_attributes(model):
+        if name not in ("_parameters", "_buffers", "_modules"):
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             if tensors := [tensor for tensor in inner if isinstance(tensor, Tensor)]:
-                attributes[f"{prefix}.{name}".lstrip(".")] = tensors
+                attributes[path] = tensors
     return attributes
 
 
-def _iterate_numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in the attributes of all modules."""
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, int | float):
-                yield f"{prefix}.{name}".lstrip("."), value
+def _collect_numbers(model: nn.Module) -> dict[str, float]:
+    """Return the numbers in the attributes of all modules."""
+    return {path: value for _, _, value, path in iterate_attributes(model) if isinstance(value, int | float)}

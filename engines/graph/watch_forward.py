@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from keyword import iskeyword
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
     """
     # `apply` is replaced for all threads, as it is an attribute of a class; ranks may be threads that train meanwhile.
     # Two threads that replace it at once would not restore it: the caller holds ONE_AT_A_TIME.
-    original, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
+    thread = threading.get_ident()
     tried: list[Any] = []
     plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
 
@@ -82,18 +83,9 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
             plain_leave(hooks, *error)
 
     plain_enter, plain_leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    saved_tensors_hooks.__exit__ = leave  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    watched = patch.object(torch.autograd.Function, "apply", classmethod(apply))
+    with watched, patch.multiple(saved_tensors_hooks, __enter__=enter, __exit__=leave):
         yield
-    finally:
-        saved_tensors_hooks.__enter__ = plain_enter  # type: ignore[method-assign]
-        saved_tensors_hooks.__exit__ = plain_leave  # type: ignore[method-assign]
-        if original is None:
-            del torch.autograd.Function.apply
-        else:
-            torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
@@ -206,13 +198,8 @@ def quote_layer_names() -> Iterator[None]:
             base = f"{base}.{name}" if plain else f"getattr({base}, {name!a})"
         return base
 
-    module = torch.fx.graph
-    original = module._format_target
-    module._format_target = format_target
-    try:
+    with patch.object(torch.fx.graph, "_format_target", format_target):
         yield
-    finally:
-        module._format_target = original
 
 
 @contextmanager
