@@ -40,18 +40,19 @@ from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSp
 from mpi4dl_nb.engines.program.update import update_buffers
 from mpi4dl_nb.engines.program.worker import Worker
 
-SIZES = (
-    LayerSize(16, 16),
-    LayerSize(16, 32),
-    LayerSize(32, 48),
-    LayerSize(16, 96),
-    LayerSize(16, 256),
-    LayerSize(64, 16),
-    LayerSize(64, 64),
-    LayerSize(64, 192),
-    LayerSize(256, 8),
-    LayerSize(256, 32),
+_CHANNELS_AND_PX = (
+    (16, 16),
+    (16, 32),
+    (32, 48),
+    (16, 96),
+    (16, 256),
+    (64, 16),
+    (64, 64),
+    (64, 192),
+    (256, 8),
+    (256, 32),
 )
+SIZES = tuple(LayerSize(channels, side_px) for channels, side_px in _CHANNELS_AND_PX)
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4
@@ -163,22 +164,20 @@ class Calibration:
         self.machine = world.all_gather(fitted)[0]
         yield
 
-    def _time_on_rank0(
-        self, turns: int, samples: KernelTimer, threads: int
-    ) -> Generator[None, None, list[KernelTimes]]:
-        """Return the samples of rank 0, timed while all other ranks sleep in a barrier."""
+    def _time_on_rank0(self, turns: int, timer: KernelTimer, threads: int) -> Generator[None, None, list[KernelTimes]]:
+        """Return the times of rank 0, taken while all other ranks sleep in a barrier."""
 
         def run_round() -> None:
             use_threads(threads)
             try:
-                samples.run_round()
+                timer.run_round()
             finally:
                 use_threads(1)
 
         for _ in range(turns):
             _run_on_rank0(self.world, run_round)
             yield
-        return samples.timed
+        return timer.timed
 
     def _measure_slice(self) -> float:
         """Return the seconds of a rank's time slice when others want its core, and record the share of others."""
@@ -264,9 +263,8 @@ def measure_overheads() -> dict[str, float]:
     for i in range(_SEGMENTS):
         op = LocalOp(f"v{i + 1}", "aten.mul.Tensor", (Ref(f"v{i}"), Ref("w")))
         segments.append(Compute(f"s{i}", (op,), (f"v{i}",), (f"v{i + 1}",), True))
-    steps = [Step(segment, Phase.FORWARD) for segment in segments] + [
-        Step(segment, Phase.BACKWARD) for segment in segments[::-1]
-    ]
+    steps = [Step(segment, Phase.FORWARD) for segment in segments]
+    steps += [Step(segment, Phase.BACKWARD) for segment in reversed(segments)]
     last = f"v{_SEGMENTS}"
     way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(Tile(), ())}, last, last, True, frozenset({last}))
     program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
@@ -298,12 +296,8 @@ def _measure_ring_seconds(world: World, block_bytes: int, blocks: int) -> list[f
     """
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     out, into = (torch.zeros(blocks, block_bytes, dtype=torch.uint8) for _ in range(2))
-    turns = cycle(
-        [
-            world.prepare([Message(right, 2, there)], [Message(left, 2, here)])
-            for there, here in zip(out, into, strict=True)
-        ]
-    )
+    pairs = zip(out, into, strict=True)
+    turns = cycle([world.prepare([Message(right, 2, sent)], [Message(left, 2, received)]) for sent, received in pairs])
     # The wall clock, since a message also travels while its receiver sleeps.
     world.barrier()
     return measure_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)

@@ -126,10 +126,9 @@ class CalibrationRun:
         """Return the times gathered from all ranks; collective."""
         spent = tuple(statistics.median(seconds) for seconds in zip(*self.spent, strict=True))
         times = statistics.median(self.steps), spent, statistics.median(self.differences), compute_spread([self.steps])
-        steps_s, spent_s, differences, spreads = zip(*self.world.all_gather(times), strict=True)
-        return CalibrationTimes(
-            max(steps_s), tuple(chain(*spent_s)), statistics.fmean(differences), statistics.fmean(spreads)
-        )
+        steps_s, spent_s, jitters, spreads = zip(*self.world.all_gather(times), strict=True)
+        mean = statistics.fmean
+        return CalibrationTimes(max(steps_s), tuple(chain(*spent_s)), mean(jitters), mean(spreads))
 
 
 def _replace(machine: Machine, numbers: Mapping[str, Any]) -> Machine:

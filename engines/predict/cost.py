@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from mpi4dl_nb.engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
 from mpi4dl_nb.engines.predict.machine import Machine
@@ -106,9 +107,8 @@ def build_step_actions(
     `recompute`: segments are recomputed for backward. `offload`: saved activations are offloaded, at the rate of
     memory, or from a device to its host and back.
     """
-    return list(
-        _ActionBuilder(program, tally, CostModel.from_machine(machine), threads, recompute, offload).build_steps()
-    )
+    prices = CostModel.from_machine(machine)
+    return list(_ActionBuilder(program, tally, prices, threads, recompute, offload).build_steps())
 
 
 class CostModel:
@@ -120,7 +120,7 @@ class CostModel:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._known: dict[Hashable, ComputeWork] = {}
-        self._sums: dict[tuple[tuple[int, ...], int], AllReduceCost] = {}
+        self._estimate_sum = cache(partial(estimate_all_reduce, machine))
         self._others: dict[str, CostModel] = {}
 
     @classmethod
@@ -145,9 +145,7 @@ class CostModel:
     def get_all_reduce_cost(self, group: tuple[int, ...], tensor_bytes: int) -> AllReduceCost:
         """Return the cached result of `estimate_all_reduce` for the ranks of a group."""
         members = count_members(group, self.machine.node_ranks if self.machine.between else None)
-        if (members, tensor_bytes) not in self._sums:
-            self._sums[members, tensor_bytes] = estimate_all_reduce(self.machine, members, tensor_bytes)
-        return self._sums[members, tensor_bytes]
+        return self._estimate_sum(members, tensor_bytes)
 
 
 def estimate_segment_work(
@@ -234,12 +232,11 @@ class _ActionBuilder:
     def build_steps(self) -> Iterator[tuple[Action, ...]]:
         waited = False
         for step, effects in zip(self.program.steps, self.program.effects, strict=True):
-            machine = self.machine
-            overhead_s = machine.instruction_s
+            overhead_s = self.machine.instruction_s
             if effects.messages:
-                overhead_s = max(machine.instruction_s, machine.exchange_s)
+                overhead_s = max(overhead_s, self.machine.exchange_s)
             elif effects.reductions:
-                overhead_s = machine.sum_s or machine.instruction_s
+                overhead_s = self.machine.sum_s or overhead_s
             actions = (ComputeWork(overhead_s), *self._build_actions(step, effects, waited))
             waited = any(isinstance(action, WaitMessage | WaitAllReduce) for action in actions)
             yield actions
@@ -251,9 +248,8 @@ class _ActionBuilder:
             work = self.prices.get_segment_work(tally, self.threads, step.phase, self.recompute)
             # After a wait the caches are cold: the segment's data, up to the size of a cache, is charged as copies.
             if waited and work.seconds:
-                yield self._estimate_copy(
-                    self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
-                )
+                cold_bytes = min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
+                yield self._estimate_copy(self.machine.cold_copies * cold_bytes)
             yield work
             if self.offload:
                 # Saved activations are offloaded, and loaded again for backward.
@@ -280,9 +276,8 @@ class _ActionBuilder:
         return self.tally.ways[self.program.directions[step.micro_batch]]
 
     def _estimate_copy(self, tensor_bytes: float) -> ComputeWork:
-        return ComputeWork(
-            tensor_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * tensor_bytes,))
-        )
+        crowded = self.machine.estimate_crowding("copy", (2 * tensor_bytes,))
+        return ComputeWork(tensor_bytes / self.machine.copy_per_s, crowded)
 
     def _build_messages(self, effects: Effects, messages: Messages, step: Step) -> Iterator[Action]:
         """Yield the actions of an exchange: pack, send, wait for each message, and unpack.

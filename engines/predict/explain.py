@@ -158,9 +158,8 @@ class Explanation:
     @property
     def best(self) -> Verdict | None:
         """The verdict of the best kind that fits, or None."""
-        return max(
-            (verdict for verdict in self.verdicts if verdict.fits), key=lambda verdict: verdict.share, default=None
-        )
+        fitting = (verdict for verdict in self.verdicts if verdict.fits)
+        return max(fitting, key=lambda verdict: verdict.share, default=None)
 
     def get_verdict(self, kind: str) -> Verdict | None:
         """Return the verdict of a kind, or None if no plan of it was considered. Raises PlanError for other names."""
@@ -219,9 +218,7 @@ class Explanation:
     def _format_numbers(self, found: Forecast) -> str:
         """Return the speed, the memory, and the largest losses beside computing."""
         shares = {kind: share for kind, share in compute_time_shares(found.timeline).items() if kind != "compute"}
-        large = sorted(
-            (kind for kind, share in shares.items() if share >= WORTH_SAYING), key=lambda kind: -shares[kind]
-        )
+        large = [kind for kind in sorted(shares, key=lambda kind: -shares[kind]) if shares[kind] >= WORTH_SAYING]
         parts = [f"{format_percent(shares[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
         losses = f"; of a rank's time {', '.join(parts)}" if parts else ""
         rate = format_rate(found.images, found.seconds, self.neutral_batch)
@@ -245,13 +242,11 @@ def explain(
     `rank_bytes`, `neutral_batch` and `by` are as in `search`, so that the best plan is the first one there.
     """
 
-    def select_fitting(found: Iterable[Forecast]) -> list[Forecast]:
-        return [forecast for forecast in found if rank_bytes is None or forecast.peak_bytes <= rank_bytes]
+    def find_best(candidates: Iterable[Forecast]) -> Forecast | None:
+        fitting = (forecast for forecast in candidates if forecast.fits(rank_bytes))
+        return min(fitting, key=lambda forecast: forecast.get_sort_key(by, neutral_batch), default=None)
 
-    def find_best(found: Iterable[Forecast]) -> Forecast | None:
-        return min(found, key=lambda forecast: forecast.get_sort_key(by, neutral_batch), default=None)
-
-    best_of_all = find_best(select_fitting(forecasts))
+    best_of_all = find_best(forecasts)
 
     def compute_share(found: Forecast) -> float:
         mine, best = (forecast.get_sort_key(by, neutral_batch)[0] for forecast in (found, best_of_all or found))
@@ -262,7 +257,7 @@ def explain(
         candidates = [forecast for forecast in forecasts if classify_plan(forecast.plan) == kind]
         reasons = [reason for plan, reason in refused if classify_plan(plan) == kind]
         count = len(candidates) + len(reasons)
-        if best := find_best(select_fitting(candidates)):
+        if best := find_best(candidates):
             verdicts.append(Verdict(kind, count, best, True, compute_share(best)))
         elif candidates:
             verdicts.append(Verdict(kind, count, min(candidates, key=lambda forecast: forecast.peak_bytes)))

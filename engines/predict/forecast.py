@@ -94,6 +94,10 @@ class Forecast(FactTable):
         """The peak bytes of the fullest rank."""
         return max(memory.peak_bytes for memory in self.memory)
 
+    def fits(self, rank_bytes: int | None) -> bool:
+        """Return whether no rank needs more than `rank_bytes` (None: unlimited)."""
+        return rank_bytes is None or self.peak_bytes <= rank_bytes
+
     def compute_throughput(self, neutral_batch: int | None = None) -> float:
         """Return the images per second, as the function `compute_throughput`."""
         return compute_throughput(self.images, self.seconds, neutral_batch)

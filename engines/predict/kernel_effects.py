@@ -175,19 +175,15 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     root_grads = [torch.empty_like(root) for root in roots]
     try:
         with torch.inference_mode(False), LiveBytes() as live, _MetaKernelMode():
-            grads: Sequence[Tensor | None] = torch.autograd.grad(
-                roots, [tensors[index] for index in leaves], root_grads, allow_unused=True
-            )
+            inputs = [tensors[index] for index in leaves]
+            grads: Sequence[Tensor | None] = torch.autograd.grad(roots, inputs, root_grads, allow_unused=True)
     except (NotImplementedError, RuntimeError):
         return frozenset(), 0  # each gradient then counts as memory of its own
     shared = {get_storage_id(grad) for grad in root_grads}
     pairs = list(zip(leaves, grads, strict=True))
     passes = frozenset(index for index, grad in pairs if grad is None or get_storage_id(grad) in shared)
-    kept = {
-        get_storage_id(grad): grad.untyped_storage().nbytes()
-        for index, grad in pairs
-        if grad is not None and index not in passes
-    }
+    lasting = [grad for index, grad in pairs if grad is not None and index not in passes]
+    kept = {get_storage_id(grad): grad.untyped_storage().nbytes() for grad in lasting}
     return passes, max(0, live.peak - sum(kept.values()))
 
 

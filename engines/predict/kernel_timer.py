@@ -75,26 +75,15 @@ _THREE_BY_THREE = {
 }  # (pixels along a side, images) by width
 
 _CONVOLUTIONS = (
-    ConvolutionSpec(3, 16, 3, 128),
-    ConvolutionSpec(3, 16, 3, 128, images=4),
-    ConvolutionSpec(3, 64, 7, 64),
-    ConvolutionSpec(3, 64, 7, 64, images=4),
-    ConvolutionSpec(3, 64, 7, 160),
-    ConvolutionSpec(3, 64, 7, 128, images=4),
+    *(ConvolutionSpec(3, 16, 3, 128, images=n) for n in (1, 4)),
+    *(ConvolutionSpec(3, 64, 7, px, images=n) for px, n in ((64, 1), (64, 4), (160, 1), (128, 4))),
     *(ConvolutionSpec(width, width, 3, px, images=n) for width, sizes in _THREE_BY_THREE.items() for px, n in sizes),
-    ConvolutionSpec(16, 64, 1, 64),
-    ConvolutionSpec(64, 16, 1, 64),
-    ConvolutionSpec(64, 256, 1, 7, images=4),
-    ConvolutionSpec(64, 256, 1, 56),
-    ConvolutionSpec(256, 64, 1, 14),
-    ConvolutionSpec(256, 64, 1, 56),
-    ConvolutionSpec(512, 128, 1, 14),
-    ConvolutionSpec(128, 512, 1, 14),
-    ConvolutionSpec(32, 32, 3, 64, 32),
-    ConvolutionSpec(256, 256, 3, 16, 256),
-    ConvolutionSpec(16, 3, 1, 64, bias=True),
-    ConvolutionSpec(16, 3, 1, 256, bias=True),
-    ConvolutionSpec(64, 4, 1, 64, bias=True),
+    *(ConvolutionSpec(read, made, 1, 64) for read, made in ((16, 64), (64, 16))),
+    *(ConvolutionSpec(64, 256, 1, px, images=n) for px, n in ((7, 4), (56, 1))),
+    *(ConvolutionSpec(256, 64, 1, px) for px in (14, 56)),
+    *(ConvolutionSpec(read, made, 1, 14) for read, made in ((512, 128), (128, 512))),
+    *(ConvolutionSpec(width, width, 3, px, groups=width) for width, px in ((32, 64), (256, 16))),
+    *(ConvolutionSpec(read, made, 1, px, bias=True) for read, made, px in ((16, 3, 64), (16, 3, 256), (64, 4, 64))),
 )
 """Convolutions from the first to the last layers of networks, in tiles and whole, of one and of several images.
 

@@ -71,13 +71,11 @@ class LinkQueues:
             self.used_s[link] += seconds
         return max(starts_s)
 
-    def schedule_background(
-        self, ranks: Sequence[int], carried_s: float, crosses: bool, now: float
-    ) -> BackgroundAllReduce:
-        """Start a gradient all-reduce after the earlier ones of its ranks and, if it `crosses` nodes, of its links."""
-        places = self._list_link_ends(ranks) if crosses else []
+    def schedule_background(self, ranks: Sequence[int], cost: AllReduceCost, now: float) -> BackgroundAllReduce:
+        """Start a gradient all-reduce after the earlier ones of its ranks and, if it crosses nodes, of its links."""
+        places = self._list_link_ends(ranks) if cost.crosses else []
         keys = [("rank", rank) for rank in ranks] + [("node", node) for node, way in places if way == "out"]
-        end_s = max(now, *(self.sums_free_s[key] for key in keys)) + carried_s
+        end_s = max(now, *(self.sums_free_s[key] for key in keys)) + cost.carried_s
         self.sums_free_s.update(dict.fromkeys(keys, end_s))
         # `free_s` stays as it is: a background all-reduce never delays foreground traffic, and `update_delay` adds the
         # delay that it suffers itself.

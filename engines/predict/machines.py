@@ -7,7 +7,6 @@ node's ranks are its devices, or processes that share its cores evenly.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import describe_unknown
@@ -155,12 +154,11 @@ V100 = Processor(
     memory_per_s=900e9,
     memory_bytes=16 * GIB,
 )
-V100_PCIE = Processor(
-    "V100 PCIe 16 GB",
-    "NVIDIA V100 data sheet (2020): 14 TFLOP/s in single precision, 900 GB/s, 16 GB.",
+V100_PCIE = replace(
+    V100,
+    name="V100 PCIe 16 GB",
+    source="NVIDIA V100 data sheet (2020): 14 TFLOP/s in single precision, 900 GB/s, 16 GB.",
     flop_per_s=14e12,
-    memory_per_s=900e9,
-    memory_bytes=16 * GIB,
 )
 A100 = Processor(
     "A100 SXM 80 GB",
@@ -309,8 +307,7 @@ def resolve_machine(asked: Machine | str) -> Machine:
     """
     if isinstance(asked, Machine):
         return asked
-    name: Any = asked
-    if not isinstance(name, str) or name not in MACHINES:
-        text = describe_unknown(f"There is no machine {name!r}", name, MACHINES)
-        raise PlanError(f"{text} calibrate() measures this one.")
-    return MACHINES[name]
+    if isinstance(asked, str) and asked in MACHINES:
+        return MACHINES[asked]
+    text = describe_unknown(f"There is no machine {asked!r}", asked, MACHINES)
+    raise PlanError(f"{text} calibrate() measures this one.")

@@ -89,21 +89,18 @@ class GradientTracker:
         # "given": the gradient of an output of the segment, whose memory the caller holds. "new": a block of this
         # backward. A gradient that is passed on keeps the name of the block in which it lies.
         self.count += 1
-        passed = next(
-            (self.lies_in.get(source, Block(source, "given")) for source in passed_from if source in self.arrived), None
-        )
+        known = (source for source in passed_from if source in self.arrived)
+        passed = next((self.lies_in.get(source, Block(source, "given")) for source in known), None)
         key = passed or Block(f"{self.count}", "new")
         self.ledger.hold(key, None if passed else {"gradient": size})
-        there = self.lies_in.get(name)
-        if there is not None:
+        if there := self.lies_in.get(name):
             self.moved.append(3 * size)
-        # A second gradient: autograd adds in place if the first one has memory of its own, so the new block is freed.
-        # If both are passed on, `hold_passed` counts the memory of the sum.
-        if there is not None and (passed or there.role != "given"):
-            self.ledger.release(key)
-            return
-        if there is not None:  # the first one is another value's memory: the sum needs memory of its own
-            self.ledger.release(there)
+            # A second gradient: autograd adds in place if the first one has memory of its own, so the new block is
+            # freed. If both are passed on, `hold_passed` counts the memory of the sum.
+            if passed or there.role != "given":
+                self.ledger.release(key)
+                return
+            self.ledger.release(there)  # another value's memory: the sum needs memory of its own
         self.lies_in[name], self.sizes[name] = key, size
         self.arrived.add(name)
 
@@ -245,9 +242,7 @@ class _MicroBatchMemory(LiveValues[Block]):
 
     def _count_offloaded_inputs(self, names: Iterable[str]) -> int:
         """Return the bytes of the offloaded inputs that are loaded again for a segment."""
-        return sum(
-            self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, Block(name)) for name in names}
-        )
+        return sum(map(self._get_offloaded_bytes, {self.tally.lies_in.get(name, Block(name)) for name in names}))
 
     def drop(self, held: dict[str, Block], name: str) -> None:
         if name in held:

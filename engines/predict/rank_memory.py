@@ -61,9 +61,8 @@ def predict_rank_memory(
     the effect of a kernel cannot be inferred.
     """
     ledger, after = simulate_memory(program, tally or build_tally(program, graph), plan, optimiser_states)
-    return RankMemory(
-        program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)
-    )
+    at_peak = {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}
+    return RankMemory(program.rank, at_peak, ledger.peak_step, tuple(after))
 
 
 # The memory peak of a rank's training step: the instruction at the peak, and the memory of each layer at that time.

@@ -97,7 +97,7 @@ class _SegmentCounter:
             (part,) = self.names[name]
             local, key = self.scope[name], self.keys[part]
             self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
-            self.way.add_value(name, local, local.needs_gradient, key)  # type: ignore[arg-type, union-attr]
+            self.way.add_value(name, local, key)  # type: ignore[arg-type]
         back, gradients = self._count_backward([call for call in calls if call.leads_back])
         trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
         grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
@@ -250,11 +250,9 @@ def build_tally(program: Program, graph: ModelGraph) -> RankTally:
 
     Raises TraceError if the effect of a kernel cannot be inferred.
     """
-    ways = {
-        direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.direction_programs.items()
-    }
+    ways = program.direction_programs.items()
     return RankTally(
-        ways,
+        {direction: _DirectionCounter(way, graph).build_tally() for direction, way in ways},
         {name: graph.weights[name].bytes for name in program.weights},
         {name: graph.buffers[name].bytes for name in program.buffers},
         graph.trainable & set(program.weights),
@@ -317,9 +315,9 @@ class _DirectionCounter:
         spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
         return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
 
-    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: Block) -> None:
+    def add_value(self, name: str, local: LocalTensor, key: Block) -> None:
         """Register a value that the rank holds from here on, in the memory block `key`."""
-        self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
+        self.values[name] = local
         self.lies_in[name] = key
         self.bytes.setdefault(key, local.spec.bytes)
 
@@ -333,7 +331,7 @@ class _DirectionCounter:
             for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
                 shape[axis] = size
             part = TensorSpec(tuple(shape), spec.dtype)
-            self.add_value(name, LocalTensor.of(part, False), False, Block(name, "input"))
+            self.add_value(name, LocalTensor.of(part, False), Block(name, "input"))
             self.bytes[Block(name, "input")] = 0  # counted in `inputs` instead
             inputs[name] = part.bytes
         for item, effects in zip(self.way.forward, self.way.effects, strict=True):
@@ -347,7 +345,7 @@ class _DirectionCounter:
                 # parallelism; of a strip, also its copies of own pixels.
                 if effects.messages and item.kind == "halo":
                     self.halo_bytes[key] = spec.bytes - (effects.messages.own if len(effects.specs) == 1 else 0)
-                self.add_value(name, LocalTensor.of(spec, item.differentiable), item.differentiable, key)
+                self.add_value(name, LocalTensor.of(spec, item.differentiable), key)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
         roomy = frozenset(
             window

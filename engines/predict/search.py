@@ -59,20 +59,17 @@ def search(
     def predict_plan(plan: Plan) -> Forecast:
         return forecast(graph_of(plan), plan, prices, optimiser_states)
 
-    def can_fit(found: Forecast) -> bool:
-        return rank_bytes is None or found.peak_bytes <= rank_bytes
-
     for done, plan in enumerate(asked, 1):
         # Checkpointing costs another forward pass. A plan that fits without it is never faster with it, but needs more.
         try:
             prediction = predict_plan(plan)
-            if (by == "memory" or not can_fit(prediction)) and not plan.checkpoint_activations:
+            if (by == "memory" or not prediction.fits(rank_bytes)) and not plan.checkpoint_activations:
                 lean = predict_plan(replace(plan, checkpoint_activations=True))
                 prediction = min(prediction, lean, key=lambda candidate: candidate.peak_bytes)
         except (PlanError, TraceError) as error:
             refused.append((plan, str(error)))
         else:
-            (fitting if can_fit(prediction) else too_large).append(prediction)
+            (fitting if prediction.fits(rank_bytes) else too_large).append(prediction)
         seen(done, len(asked))
     fitting.sort(key=lambda candidate: candidate.get_sort_key(by, neutral_batch))
     too_large.sort(key=lambda candidate: candidate.peak_bytes)

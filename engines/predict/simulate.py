@@ -270,9 +270,8 @@ class _Simulation:
             # Ranks that are not simulated never join, so completion depends on the simulated prefix of the sorted group
             # alone.
             here = group if in_replica else group[: bisect_left(group, len(self.states))]
-            self.sums[name] = _AllReduceState(
-                self.prices.get_all_reduce_cost(group, action.bytes), here, action.background
-            )
+            cost = self.prices.get_all_reduce_cost(group, action.bytes)
+            self.sums[name] = _AllReduceState(cost, here, action.background)
         return self.sums[name]
 
     def _join_all_reduce(self, total: _AllReduceState) -> None:
@@ -281,7 +280,7 @@ class _Simulation:
             return
         cost = total.cost
         if total.background:
-            total.passing = self.links.schedule_background(total.here, cost.carried_s, cost.crosses, self.now)
+            total.passing = self.links.schedule_background(total.here, cost, self.now)
             self._schedule(total.passing.end_s + cost.latency_s, partial(self._end_all_reduce, total))
         else:
             # All ranks wait for it, so that it takes its turn on the links like any message. Within a node, all-reduces

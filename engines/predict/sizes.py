@@ -41,11 +41,8 @@ class Sizes(FactTable):
     def facts(self) -> dict[str, object]:
         shapes = [" × ".join(map(str, shape)) for shape in self._traces]
         weights = sum(weight.numel() for weight in self.model.parameters())
-        return {
-            "model": self.name,
-            "weights": f"{weights:,}",
-            "traced for images": format_names(shapes) or "of no size yet",
-        }
+        traced = format_names(shapes) or "of no size yet"
+        return {"model": self.name, "weights": f"{weights:,}", "traced for images": traced}
 
     def graph(self, plan: Plan, image_shape: Sequence[int]) -> ModelGraph:
         """Return the graph from which a plan is compiled, for batches (N, C, H, W).
@@ -104,11 +101,9 @@ class Limit(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        larger = (
-            {"larger images": "not tried"}
-            if self.next_bytes is None
-            else {f"memory with {self.next_px:,} px a side": format_bytes(self.next_bytes)}
-        )
+        larger = {"larger images": "not tried"}
+        if self.next_bytes is not None:
+            larger = {f"memory with {self.next_px:,} px a side": format_bytes(self.next_bytes)}
         return {
             "largest image": f"{self.size_px:,} × {self.size_px:,} px" if self.size_px else "none fits",
             "images in a batch": self.batch,

@@ -63,9 +63,8 @@ class Capabilities(FactTable):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of which there is a plan."""
-        return tuple(
-            kind for kind in KINDS if any(explanation.get_verdict(kind) for explanation in self.by_size.values())
-        )
+        known = {verdict.kind for explanation in self.by_size.values() for verdict in explanation.verdicts}
+        return tuple(kind for kind in KINDS if kind in known)
 
     def get_verdict(self, kind: str, size_px: int) -> Verdict | None:
         return self.by_size[size_px].get_verdict(kind)

@@ -117,10 +117,8 @@ also crop, and a `loss` of labels is several kernels."""
 BY_ARITHMETIC = ("convolution", "transposed", "product")
 
 # The longest first, so that `conv_transpose` is not taken for a `conv`, or `expand` for an `exp`.
-_CLASS_OF = sorted(
-    ((start, kind) for kind, starts in _BEGINNINGS.items() for start in starts.split()),
-    key=lambda pair: -len(pair[0]),
-)
+_CLASS_OF = [(start, kind) for kind, starts in _BEGINNINGS.items() for start in starts.split()]
+_CLASS_OF.sort(key=lambda pair: -len(pair[0]))
 
 
 def classify_kernel(kernel: str, flops: int = 0) -> str:
