@@ -186,9 +186,8 @@ class MpiWorld(World):
             return
         # The error's class alone does not tell who has failed: for several requests MPI reports only that one of them
         # has. So ask the communicator too, and before `revoke`.
-        released = _ULFM and (
-            error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
-        )
+        by_others = error.Get_error_class() in _BY_OTHERS
+        released = _ULFM and (by_others or self.comm.Is_revoked() or self.comm.Get_failed().size > 0)
         self.revoke()
         text = error.Get_error_string()
         if released:

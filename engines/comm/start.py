@@ -133,12 +133,12 @@ _WITH_FILE, _IN_FOLDER = "--with-file", "--in-folder"
 
 def add_variables(file: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs another one with the variables of a JSON file, in which null unsets a variable."""
-    return [sys.executable, "-P", __file__, _WITH_FILE, file, *command]
+    return make_command(_WITH_FILE, file, *command)
 
 
 def enter_folder(name: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs another one with its HOME and TMPDIR in the private folder with a file `name`."""
-    return [sys.executable, "-P", __file__, _IN_FOLDER, name, *command]
+    return make_command(_IN_FOLDER, name, *command)
 
 
 def _run_with_file(file: str, *command: str) -> NoReturn:

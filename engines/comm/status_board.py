@@ -133,8 +133,10 @@ def report_working(board: StatusBoard, text: str) -> Iterator[None]:
 
 
 @contextmanager
-def measure_wait() -> Iterator[None]:
+def measure_wait(suspended: bool = False) -> Iterator[None]:
     """Count the time within the context as waiting. Use only if nothing has arrived yet: arrived messages cost nothing.
+
+    `suspended`: other ranks use this thread meanwhile. What they record is not added to this rank's times.
 
     >>> before_s = get_wait_s()
     >>> with measure_wait():
@@ -142,28 +144,17 @@ def measure_wait() -> Iterator[None]:
     >>> 0.01 <= get_wait_s() - before_s < 1
     True
     """
-    board, start_s, start_cpu_s = _here.board, time.perf_counter(), time.thread_time()
-    board.report_waiting(True)
-    try:
-        yield
-    finally:
-        board.report_waiting(False)
-        _here.wait_s += time.perf_counter() - start_s
-        _here.wait_cpu_s += time.thread_time() - start_cpu_s
-
-
-@contextmanager
-def measure_suspension() -> Iterator[None]:
-    """As `measure_wait`, while other ranks use this thread: what they record is not added to this rank's times."""
-    # The other ranks add to the counters of this thread, and set their own status boards: both are put back at the end.
-    board, start_s, wait_s, wait_cpu_s = _here.board, time.perf_counter(), _here.wait_s, _here.wait_cpu_s
+    # Other ranks add to the counters of this thread, and set their own status boards: both are put back at the end.
+    board, wait_s, wait_cpu_s = _here.board, _here.wait_s, _here.wait_cpu_s
+    start_s, start_cpu_s = time.perf_counter(), time.thread_time()
     board.report_waiting(True)
     try:
         yield
     finally:
         set_status_board(board)
         board.report_waiting(False)
-        _here.wait_s, _here.wait_cpu_s = wait_s + time.perf_counter() - start_s, wait_cpu_s
+        _here.wait_s = wait_s + time.perf_counter() - start_s
+        _here.wait_cpu_s = wait_cpu_s + (0.0 if suspended else time.thread_time() - start_cpu_s)
 
 
 def get_wait_s() -> float:

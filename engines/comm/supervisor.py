@@ -76,15 +76,10 @@ class _Supervisor:
         after it has reported an idle rank as stalled.
         """
         now = self.board.read()
-        try:  # the letter of ps: R runs, S sleeps, D waits for I/O, T is stopped
-            state = (
-                Path(f"/proc/{self.process.pid}/stat")
-                .read_text(encoding="utf-8", errors="replace")
-                .rpartition(")")[2]
-                .split()[0]
-            )
-        except (OSError, IndexError):
-            state = ""
+        state = ""  # the letter of ps: R runs, S sleeps, D waits for I/O, T is stopped
+        with suppress(OSError, IndexError):
+            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            state = status.rpartition(")")[2].split()[0]
         rests = time.monotonic() - self.board.since_s >= _REST_S
         # A stopped process (SIGSTOP) is reported at once, any other stall only after `_REST_S`.
         stall = (now, state == _STOPPED) if rests or state == _STOPPED else None

@@ -400,12 +400,12 @@ def _check_value(name: str, option: PlanOption, value: Any, default: Any) -> Non
         return
     several = default is None
     for count in value if several and isinstance(value, tuple) else (value,):
-        if not (several and count is None) and (
-            isinstance(count, bool) or not isinstance(count, int) or count < option.low
-        ):
+        if several and count is None:
+            continue
+        if isinstance(count, bool) or not isinstance(count, int) or count < option.low:
             raise PlanError(f"{name}={value!r} must be a whole number of at least {option.low}.")
         most = MOST_TILES if several else MOST
-        if count is not None and count > most:
+        if count > most:
             raise PlanError(f"{name} must be a whole number of at most {most:,}.")
 
 

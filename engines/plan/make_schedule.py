@@ -154,9 +154,8 @@ def _compute_group_size(stages: Stages) -> int:
     2
     """
     pairs = combinations(enumerate(map(frozenset, stages)), 2)
-    return min(
-        (later - stage for (stage, ranks), (later, later_ranks) in pairs if ranks & later_ranks), default=len(stages)
-    )
+    apart = (later - stage for (stage, ranks), (later, later_ranks) in pairs if ranks & later_ranks)
+    return min(apart, default=len(stages))
 
 
 # The simulation that makes schedules: an action starts as soon as its inputs are ready and all its ranks are free.

@@ -281,7 +281,7 @@ def _describe_direction(program: DirectionProgram) -> object:
     # The ranks of the messages are left out: they differ between tiles, and no size depends on them.
     parts = [(name, part.axes, part.tile.shape) for name, part in program.input_shards.items()]
     items = []
-    for item, effects in zip(program.forward, program.effects, strict=True):
+    for item, effects in program.forward_effects:
         ops = [(op.out, op.kernel, op.graded, _get_sizing_arguments(op), op.keywords) for op in item.local_ops]
         moved = effects.messages and (effects.messages.own, effects.messages.makes_room)
         values = effects.reads, effects.makes, effects.specs
@@ -334,7 +334,7 @@ class _DirectionCounter:
             self.add_value(name, LocalTensor.of(part, False), Block(name, "input"))
             self.bytes[Block(name, "input")] = 0  # counted in `inputs` instead
             inputs[name] = part.bytes
-        for item, effects in zip(self.way.forward, self.way.effects, strict=True):
+        for item, effects in self.way.forward_effects:
             if isinstance(item, Compute):
                 segments[item.name] = _SegmentCounter(item, self).build_tally()
                 continue

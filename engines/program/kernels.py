@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -295,8 +296,4 @@ def cut_spans(x: Tensor, axes: Sequence[int], spans: Sequence[tuple[int, int]]) 
 SLOT_ARGUMENTS = {"tile.moments": 1}
 """The place of the argument that says which part of a kernel's result is this tile's; no size depends on it."""
 
-_KERNELS |= {
-    "tile.moments": _TileMoments.apply,
-    "tile.batch_norm": _Normalise.apply,
-    "getitem": lambda values, index: values[index],
-}
+_KERNELS |= {"tile.moments": _TileMoments.apply, "tile.batch_norm": _Normalise.apply, "getitem": operator.getitem}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,11 +79,7 @@ class MicroBatchState(LiveValues[Tensor]):
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors held by name, and their gradients; some may be views of others."""
-        for tensor in (
-            *self.values.values(),
-            *self.leaves.values(),
-            *(t for outputs in self._made.values() for t in outputs),
-        ):
+        for tensor in (*self.values.values(), *self.leaves.values(), *chain(*self._made.values())):
             yield tensor
             if tensor.is_leaf and tensor.grad is not None:
                 yield tensor.grad
@@ -104,10 +101,8 @@ class MicroBatchState(LiveValues[Tensor]):
         """Hold a value that an instruction has made."""
         # Detached: each segment's graph is local, and communications join the graphs by copying gradients between
         # leaves.
-        leaf = value.detach()
-        self.leaves[name] = self.values[name] = leaf.requires_grad_(
-            differentiable and (leaf.is_floating_point() or leaf.is_complex())
-        )
+        has_gradient = differentiable and (value.is_floating_point() or value.is_complex())
+        self.leaves[name] = self.values[name] = value.detach().requires_grad_(has_gradient)
 
     def needs_gradient(self, name: str) -> bool:
         return self.values[name].requires_grad

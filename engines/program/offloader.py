@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -180,12 +181,8 @@ class Offloader:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if (
-                storage.nbytes() < LEAST_BYTES
-                or key in self._stay
-                or tensor in self._away
-                or self.store.has_storage(storage)
-            ):
+            stays = storage.nbytes() < LEAST_BYTES or key in self._stay
+            if stays or tensor in self._away or self.store.has_storage(storage):
                 continue
             # Kernels may hold addresses of memory in use; such a tensor is moved by the next call.
             if key in self._used:
@@ -284,10 +281,7 @@ class OffloadingMicroBatch(MicroBatchState):
         lasting = self.direction_program.kept_to_end - {self.direction_program.prediction}
         # By storage, not by tensor: views of a value that stays must stay, too.
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
-        names = [
-            *self._begun,
-            *(name for instruction in self._touched.values() for name in _get_value_names(instruction)),
-        ]
+        names = [*self._begun, *chain(*map(_get_value_names, self._touched.values()))]
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
         outputs = [tensor for name in self._touched for tensor in self._made.get(name, ())]
         self._begun, self._touched = [], {}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from mpi4dl_nb.engines.comm.all_reduce_sizes import count_sends
@@ -78,6 +79,11 @@ class DirectionProgram:
         """What each instruction of the forward pass does, in order."""
         return tuple(item.get_effects(Phase.FORWARD) for item in self.forward)
 
+    @property
+    def forward_effects(self) -> Iterator[tuple[ModelInstruction, Effects]]:
+        """The instructions of the forward pass of one micro-batch, each with what it does."""
+        return zip(self.forward, self.effects, strict=True)
+
     @cached_property
     def interiors(self) -> Mapping[str, Compute]:
         """The interior segments by the value that each begins and the next segment completes."""
@@ -88,7 +94,7 @@ class DirectionProgram:
     def reads(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the forward instructions that read each value, in order."""
         readers: dict[str, tuple[str, ...]] = {}
-        for item, effects in zip(self.forward, self.effects, strict=True):
+        for item, effects in self.forward_effects:
             for name in effects.reads:
                 readers[name] = (*readers.get(name, ()), item.name)
         return readers
@@ -110,7 +116,7 @@ class DirectionProgram:
         # A second reader would keep the whole window alive for as long as it needs y.
         return {
             name: item
-            for item, effects in zip(self.forward, self.effects, strict=True)
+            for item, effects in self.forward_effects
             if effects.messages and effects.messages.makes_room
             for name in effects.reads
             if len(self.reads[name]) == 1
@@ -119,10 +125,9 @@ class DirectionProgram:
     @cached_property
     def recomputation_reads(self) -> frozenset[str]:
         """The values read by the segments that the backward pass computes again if their graphs are not kept."""
-        pairs = zip(self.forward, self.effects, strict=True)
         return frozenset(
             name
-            for item, effects in pairs
+            for item, effects in self.forward_effects
             if item.is_local and (item.differentiable or item.interior)
             for name in effects.reads
         )
@@ -130,10 +135,8 @@ class DirectionProgram:
     @cached_property
     def collects(self) -> frozenset[str]:
         """The values to whose gradients a communication adds in the backward pass."""
-        pairs = zip(self.forward, self.effects, strict=True)
-        return frozenset(
-            name for item, effects in pairs if item.differentiable and not item.is_local for name in effects.reads
-        )
+        reads = (effects.reads for item, effects in self.forward_effects if item.differentiable and not item.is_local)
+        return frozenset(chain(*reads))
 
 
 class LiveValues(ABC, Generic[V]):
@@ -173,10 +176,9 @@ class LiveValues(ABC, Generic[V]):
                 # recompute the segments that read it.
                 way = self.direction_program
                 recomputes = self.recomputes and name in way.recomputation_reads
-                kept = recomputes or name in way.collects or self.needs_gradient(name)
-                self.drop(self.values, name)
-                if not kept:
+                if not (recomputes or name in way.collects or self.needs_gradient(name)):
                     self.drop(self.leaves, name)
+                self.drop(self.values, name)
 
     def release_leaf(self, name: str) -> None:
         """Remove a leaf after the last read of its gradient, unless it is kept to the end of the step."""
@@ -225,9 +227,7 @@ class Program(FactTable):
         # The micro-batches of a direction share their instructions.
         known: dict[tuple[int, Phase], Effects] = {}
         for way in self.direction_programs.values():
-            known |= {
-                (id(item), Phase.FORWARD): effects for item, effects in zip(way.forward, way.effects, strict=True)
-            }
+            known |= {(id(item), Phase.FORWARD): effects for item, effects in way.forward_effects}
         for step in self.steps:
             key = id(step.instruction), step.phase
             if key not in known:
@@ -242,21 +242,19 @@ class Program(FactTable):
     def facts(self) -> dict[str, object]:
         """A short summary of a training step on this rank: stages, instructions by kind, and messages sent."""
         done = Counter(step.instruction.kind for step in self.steps)
-        sent = {kind: part for kind, part in count_traffic(self).items() if part.messages}
-        stages = (
-            f"{stage}{' (mirrored)' * way}"
-            for way, held in self.direction_programs.items()
-            for stage in sorted(held.stages)
-        )
+        sent = {
+            f"sends ({kind})": f"{part.messages:,} messages, {format_bytes(part.bytes)}"
+            for kind, part in count_traffic(self).items()
+            if part.messages
+        }
+        ways = self.direction_programs.items()
+        stages = (f"{stage}{' (mirrored)' * way}" for way, held in ways for stage in sorted(held.stages))
         return {
             "stages": ", ".join(stages),
             "micro-batches": f"{len(self.directions)} of {self.micro_batches}",
             "weights": f"{len(self.weights)} tensors",
             "instructions": ", ".join(f"{count:,} {kind}" for kind, count in done.items()),
-            **{
-                f"sends ({kind})": f"{part.messages:,} messages, {format_bytes(part.bytes)}"
-                for kind, part in sent.items()
-            },
+            **sent,
         }
 
 

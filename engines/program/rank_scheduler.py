@@ -16,7 +16,7 @@ from greenlet import greenlet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, Mailbox
-from mpi4dl_nb.engines.comm.status_board import measure_suspension
+from mpi4dl_nb.engines.comm.status_board import measure_wait
 from mpi4dl_nb.engines.errors import RankError
 
 
@@ -54,7 +54,7 @@ class _SuspendingMailbox(Mailbox):
         self.waits_for[rank] = until
         gradients = torch.is_grad_enabled()  # per thread, hence shared by all ranks
         try:
-            with measure_suspension(), _disable_current_modes():  # dispatch modes are per thread, too
+            with measure_wait(suspended=True), _disable_current_modes():  # dispatch modes are per thread, too
                 greenlet.getcurrent().parent.switch()
         finally:
             torch.set_grad_enabled(gradients)

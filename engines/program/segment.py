@@ -80,13 +80,15 @@ def _is_replaced(op: LocalOp) -> bool:
 OutputAllocator = Callable[[], Tensor]
 """Returns a new tensor for a value, the middle of a larger allocation."""
 
+Rooms = Mapping[str, OutputAllocator]
+"""The allocators of the values of a segment that may be the middle of a window, by name."""
+
 
 def _allocate_out(room: OutputAllocator, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the tensor of `room` if it has that shape and type, else a new one."""
-    there = room()
-    return (
-        there if (there.shape, there.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype, device=there.device)
-    )
+    middle = room()
+    fits = (middle.shape, middle.dtype) == (shape, dtype)
+    return middle if fits else torch.empty(shape, dtype=dtype, device=middle.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +182,7 @@ class Segment:
     `rooms` give memory for outputs inside the window of the exchange that reads them, which saves the copy.
     """
 
-    def __init__(
-        self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, OutputAllocator] | None = None
-    ) -> None:
+    def __init__(self, segment: Compute, owned: Mapping[str, Any], rooms: Rooms | None = None) -> None:
         rooms = rooms or {}
         self.inputs, self.outputs = segment.inputs, segment.outputs
         # Only what it reads, since each call copies it.

@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.errors import PlanError, RankError, iterate_causes
 from mpi4dl_nb.engines.program.effects import LocalOp
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
 from mpi4dl_nb.engines.program.kernels import get_kernel
-from mpi4dl_nb.engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
+from mpi4dl_nb.engines.program.segment import Rooms, Segment, bind_kernel, make_lookup
 
 # Compile in this process: worker processes might outlive it. Read when TorchInductor is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -52,9 +52,7 @@ class SegmentCompiler:
     def __post_init__(self) -> None:
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # (constants)
 
-    def __call__(
-        self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, OutputAllocator] | None = None
-    ) -> Segment:
+    def __call__(self, segment: Compute, owned: Mapping[str, Any], rooms: Rooms | None = None) -> Segment:
         kernels = [op.kernel for op in segment.ops if op.kernel != "getitem"]
         if len(kernels) < 2 or any(SEED.name in op.reads for op in segment.ops):
             return Segment(segment, owned, rooms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +174,7 @@ def update_buffers(
     mean over all micro-batches. Statistics that an instance norm has per image are stored as their mean over the
     images. Statistics that ranks have each for their own tile are stored as the mean over these ranks.
     """
-    by_group: dict[tuple[int, ...], list[Tensor]] = {}
+    by_group: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     with torch.no_grad():
         # Of norms that each rank counts for itself, a rank has the moments of fewer micro-batches than of the others.
         counted = [(entry, moments(entry.moments)) for entry in update.statistics]
@@ -204,9 +204,7 @@ def update_buffers(
                     buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
         for entry in update.statistics:
             if entry.mean_over and not entry.turn:
-                by_group.setdefault(entry.mean_over, []).extend(
-                    (buffers[entry.mean_buffer], buffers[entry.variance_buffer])
-                )
+                by_group[entry.mean_over] += buffers[entry.mean_buffer], buffers[entry.variance_buffer]
         for name, amount in update.counters.items():
             buffers[name].add_(amount)
         sent_bytes = 0
@@ -247,11 +245,8 @@ class BatchStats:
 
     def _get_own(self, name: str) -> dict[int, Tensor]:
         """Return the moments that this rank counted, by micro-batch."""
-        return {
-            micro_batch: state.leaves[name].detach()
-            for micro_batch, state in self.states.items()
-            if name in state.leaves
-        }
+        states = self.states.items()
+        return {number: state.leaves[name].detach() for number, state in states if name in state.leaves}
 
     def __call__(self, name: str) -> list[Tensor]:
         """Return the moments of one batch norm, for each micro-batch of the step."""

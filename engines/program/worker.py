@@ -158,11 +158,8 @@ class Worker:
     @property
     def losses(self) -> dict[int, float]:
         """The losses computed on this rank, by micro-batch."""
-        return {
-            micro_batch: loss
-            for micro_batch, state in self.micro_batch_states.items()
-            if (loss := state.loss) is not None
-        }
+        losses = {micro_batch: state.loss for micro_batch, state in self.micro_batch_states.items()}
+        return {micro_batch: loss for micro_batch, loss in losses.items() if loss is not None}
 
     @property
     def loss(self) -> float | None:
