@@ -19,16 +19,7 @@ from mpi4dl_nb.engines.comm.nccl import Collectives, make_collectives
 from mpi4dl_nb.engines.comm.start import use_mpi_home
 from mpi4dl_nb.engines.comm.status_board import measure_wait
 from mpi4dl_nb.engines.comm.streams import wait_for_stream
-from mpi4dl_nb.engines.comm.world import (
-    BARRIER_TAG,
-    VALUE_TAG,
-    Message,
-    Pending,
-    World,
-    pack_value,
-    receive_value,
-    send_value,
-)
+from mpi4dl_nb.engines.comm.world import BARRIER_TAG, VALUE_TAG, Message, World, pack_value, receive_value, send_value
 from mpi4dl_nb.engines.errors import RankError, ReleasedError
 from mpi4dl_nb.engines.formatting import format_bytes
 
@@ -152,7 +143,7 @@ class _PersistentRequests:
         self.requests: list[MPI.Prequest] = []
         self.pending = _Requests([], [], world)
 
-    def __call__(self) -> Pending:
+    def __call__(self) -> _Requests:
         with self.world:
             comm = self.world.comm
             if self.comm is not comm:  # the first call, or the first after a failure
@@ -220,7 +211,7 @@ class MpiWorld(World):
                 pending.requests.append(self.comm.Isend(_make_buffer(host), message.peer, message.tag))
         return pending
 
-    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
+    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], _Requests]:
         """Return a function that starts the same messages each time, persistent ones if MPI accesses all tensors."""
         # A staged tensor is copied to a new host buffer in every round, to which no persistent request could be tied.
         all_reached = all(self.can_access(message.tensor.device) for message in (*sends, *receives))

@@ -287,11 +287,8 @@ class _Caster:
     def _find_casts(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
         """Return the arguments to cast, and the type of each."""
         values = self.values
-        floating = [
-            item
-            for item in node.all_input_nodes
-            if isinstance(values[item], Tensor) and values[item].is_floating_point()
-        ]
+        tensors = [item for item in node.all_input_nodes if isinstance(values[item], Tensor)]
+        floating = [item for item in tensors if values[item].is_floating_point()]
         # A write keeps the type of the tensor that is written, whatever autocast says.
         if (written := node.meta.get(WRITTEN)) is not None:
             kind = values[written].dtype

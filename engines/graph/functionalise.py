@@ -148,9 +148,7 @@ class _Functionaliser:
         # Neither the schema nor the operator's name tells whether `reshape` or `contiguous` copied. The fake tensors of
         # the trace do: views share a storage.
         here = self.memories[made]
-        return next(
-            (argument for argument in node.all_input_nodes if here & self.memories.get(argument, frozenset())), None
-        )
+        return next((item for item in node.all_input_nodes if here & self.memories.get(item, frozenset())), None)
 
     def _add_view(self, node: fx.Node, of: _Alias) -> None:
         node.meta[_VIEW] = True

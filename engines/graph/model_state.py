@@ -41,11 +41,8 @@ class ModelState:
     @contextmanager
     def apply_modes(self, *owners: object) -> Iterator[None]:
         """Within the context, put the same modules into the modes that this state recorded."""
-        changed = [
-            module
-            for name, module in _iterate_modules(owners)
-            if (name, type(module), not module.training) in self.modes
-        ]
+        modules = _iterate_modules(owners)
+        changed = [module for name, module in modules if (name, type(module), not module.training) in self.modes]
         for module in changed:
             module.training = not module.training
         try:

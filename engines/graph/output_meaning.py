@@ -202,14 +202,10 @@ def _is_within_shares(node: Node) -> bool:
 
 def _reshape(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:
     """Find the axis of the same size with as many elements behind it."""
-    behind, sizes = math.prod(shape[along + 1 :]), node.result.shape
-    axes = [
-        axis
-        for axis, size in enumerate(sizes)
-        if size == len(channels.numbers) and math.prod(sizes[axis + 1 :]) == behind
-    ]
+    behind, sizes, count = math.prod(shape[along + 1 :]), node.result.shape, len(channels.numbers)
+    axes = (axis for axis, size in enumerate(sizes) if size == count and math.prod(sizes[axis + 1 :]) == behind)
     # Without such an axis, the order is not followed; each element still is of one of the channels.
-    return replace(channels, axis=axes[0] if axes else None)
+    return replace(channels, axis=next(axes, None))
 
 
 def _move(node: Node, shape: Sequence[int], along: int, channels: _Channels) -> _Channels:

@@ -203,9 +203,8 @@ def _is_library(module: object) -> bool:
 @functools.cache
 def _find_names(code: CodeType) -> frozenset[str]:
     """Return all names in some code: globals, attributes, and modules that it imports; and those of code within it."""
-    return frozenset(code.co_names).union(
-        *(_find_names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
-    )
+    within = (_find_names(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    return frozenset(code.co_names).union(*within)
 
 
 def _read_cell(cell: CellType) -> Any:

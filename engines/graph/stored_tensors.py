@@ -53,11 +53,10 @@ def refuse_stored_tensors(stored: Collection[str], modules: Mapping[str, Collect
 
     `modules` holds, by path in the model, the user's own modules and copies of them that the loss may read.
     """
-    places = [
-        (vars(module), name.rpartition(".")[2], name)
-        for name in stored
-        for module in modules.get(name.rpartition(".")[0], ())
-    ]
+    places = []
+    for name in stored:
+        path, _, key = name.rpartition(".")
+        places += [(vars(module), key, name) for module in modules.get(path, ())]
     before = [(owner, key, key in owner, owner.get(key)) for owner, key, _ in places]
     for owner, key, name in places:
         owner[key] = _RefusedTensor(name)

@@ -35,12 +35,7 @@ from mpi4dl_nb.engines.graph.owners import collect_buffers, find_first_names, it
 from mpi4dl_nb.engines.graph.recomputed_norms import find_recomputed_buffers
 from mpi4dl_nb.engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
 from mpi4dl_nb.engines.graph.torch_release import check_torch_release
-from mpi4dl_nb.engines.graph.traceability import (
-    collect_attributes,
-    make_fake_copy,
-    make_fake_tensor,
-    make_traceable,
-)
+from mpi4dl_nb.engines.graph.traceability import collect_attributes, make_fake_copy, make_fake_tensor, make_traceable
 from mpi4dl_nb.engines.graph.watch_forward import (
     ONE_AT_A_TIME,
     TraceAbortedError,
@@ -108,11 +103,9 @@ class _TracedModel(nn.Module):
             self.loss_input.type, self.loss_input.left_out = kind, find_left_out(answer, loss_input)
             return loss, *collect_from_prediction(loss_input).values()
 
-    def _compute_loss(
-        self, loss: Callable[..., Tensor], answer: Any, images: Tensor, labels: Tensor
-    ) -> tuple[Any, Any]:
+    def _compute_loss(self, loss: Callable[..., Any], answer: Any, images: Tensor, labels: Tensor) -> tuple[Any, Any]:
         """Return the loss, and what it was given of the model's answer."""
-        answers = collect_tensors(get_prediction(answer))
+        first = next(iter(collect_tensors(get_prediction(answer)).values()), None)
         try:
             with refuse_stored_tensors(self.constants.stored, self.readable.modules):
                 return call_loss(loss, answer, labels)
@@ -134,7 +127,7 @@ class _TracedModel(nn.Module):
                     f"({', '.join(whole)}){called} and the loss {takes} ({type(error).__name__}: {error}). "
                     "Give a loss that does: a function of this answer and the labels."
                 ) from error
-            raise TraceError(_format_loss_error(self.model, images, answers, labels, error)) from error
+            raise TraceError(_format_loss_error(self.model, images, first, labels, error)) from error
 
 
 def trace(
@@ -334,11 +327,8 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-def _format_loss_error(
-    model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception
-) -> str:
+def _format_loss_error(model: nn.Module, images: Tensor, first: Tensor | None, labels: Tensor, error: Exception) -> str:
     """Return the message for a failing loss; most often the labels differ from those that it was traced with."""
-    first = next(iter(answers.values()), None)
     reason = f"{type(error).__name__}: {_get_first_line(error)}"
     answer = "" if first is None else f" The model answers with {tuple(first.shape)}, {first.dtype}."
     return (

@@ -27,9 +27,7 @@ from mpi4dl_nb.engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 # Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU.
 
 
-def make_fake_copy(
-    module: nn.Module, mode: FakeTensorMode, dtype: str, memo: Mapping[int, Any] | None = None
-) -> nn.Module:
+def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: str, memo: Mapping[int, Any] = {}) -> nn.Module:
     """Return a copy whose weights and buffers have no memory; those of floating type have `dtype`.
 
     They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers,
@@ -37,7 +35,7 @@ def make_fake_copy(
     """
     # `deepcopy` takes an object in its memo for copied already, and never looks into the real tensors. Tied weights
     # are one object and stay tied.
-    memo = dict(memo or {})
+    memo = dict(memo)
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:
             kind = getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype

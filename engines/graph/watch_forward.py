@@ -55,9 +55,7 @@ def _check_custom_functions(constants: ConstantPropagationMode) -> Iterator[None
             # Its forward runs without gradients, its backward once more with them: the same as to call the function.
             # Where no argument requires a gradient, PyTorch computes none.
             run, _, *inputs = arguments
-            graded = torch.is_grad_enabled() and any(
-                isinstance(argument, Tensor) and argument.requires_grad for argument in inputs
-            )
+            graded = torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in inputs)
             with torch.set_grad_enabled(graded):
                 return run(*inputs)
         ours = cls.__module__.startswith(("torch.", "mpi4dl_nb."))

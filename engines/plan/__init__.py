@@ -55,11 +55,11 @@ def _option(default: Any, **option: Any) -> Any:
     return field(default=default, metadata={"option": PlanOption(**option)})
 
 
-_stage_option = partial(_option, group="Stages")
-_tile_option = partial(_option, group="Tiles")
-_pipeline_option = partial(_option, group="Pipeline")
-_replica_option = partial(_option, group="Directions and replicas")
-_number_option = partial(_option, group="Numbers", kept=True)
+_stages = partial(_option, group="Stages")
+_tiles = partial(_option, group="Tiles")
+_pipeline = partial(_option, group="Pipeline")
+_replicas = partial(_option, group="Directions and replicas")
+_numbers = partial(_option, group="Numbers", kept=True)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -114,80 +114,74 @@ class Plan:
     ['2x3', '1x4', '1x1']
     """
 
-    split_size: int = _stage_option(2, help="number of stages that the model is cut into", low=1)
-    spatial_size: int = _tile_option(1, help="number of leading stages that are cut into tiles", low=0)
-    num_spatial_parts: int | tuple[int, ...] | None = _tile_option(
+    split_size: int = _stages(2, help="number of stages that the model is cut into", low=1)
+    spatial_size: int = _tiles(1, help="number of leading stages that are cut into tiles", low=0)
+    num_spatial_parts: int | tuple[int, ...] | None = _tiles(
         None, help="tiles of each spatial stage: one number, or one for each such as 4,2", low=1, proposals=()
     )
-    slice_method: str | tuple[str, ...] = _tile_option(
+    slice_method: str | tuple[str, ...] = _tiles(
         "square",
         help="square, vertical, horizontal, or rows x columns such as 2x3; for volumes depth, or three such as 2x2x2",
         proposals=("square", "vertical", "horizontal", "2x3", "depth", "2x2x2"),
     )
-    balance: str | tuple[int, ...] = _stage_option(
+    balance: str | tuple[int, ...] = _stages(
         "auto", help="layers of each stage such as 20,18, or auto", proposals=("auto",)
     )
-    parts: int = _pipeline_option(
+    parts: int = _pipeline(
         1,
         help="micro-batches that a batch is cut into; batch norm normalises each by itself, as GPipe does",
         low=1,
         divides="step",
         results="batch norm normalises each micro-batch by itself",
     )
-    bidirectional: bool = _replica_option(
+    bidirectional: bool = _replicas(
         False, help="a second copy of the model runs through the ranks in mirrored order (GEMS)", divides="step"
     )
-    times: int = _replica_option(
-        1, help="pairs of batches per update, one batch in each direction", low=1, divides="step"
-    )
-    local_dp: int = _replica_option(
+    times: int = _replicas(1, help="pairs of batches per update, one batch in each direction", low=1, divides="step")
+    local_dp: int = _replicas(
         1,
         help="ranks that share the images of a micro-batch in every stage after the spatial ones",
         low=1,
         flags=("--local-DP",),
         divides="micro_batch",
     )
-    data_parallel: int = _replica_option(
-        1, help="replicas of the whole plan, each with its own batch", low=1, divides="step"
-    )
-    accumulate: int = _replica_option(
-        1, help="batches whose gradients are accumulated per update", low=1, divides="step"
-    )
-    halo_d2: bool = _tile_option(
+    data_parallel: int = _replicas(1, help="replicas of the whole plan, each with its own batch", low=1, divides="step")
+    accumulate: int = _replicas(1, help="batches whose gradients are accumulated per update", low=1, divides="step")
+    halo_d2: bool = _tiles(
         False,
         help="exchange halos once per several layers; both ranks compute the overlap",
         flags=("--halo-D2",),
         phrase="fused halos",
     )
-    fused_layers: int | str = _tile_option(
+    fused_layers: int | str = _tiles(
         1, help="layers between two exchanges of halo_d2, or auto: the cheapest number", low=1, proposals=("auto",)
     )
-    overlap_halos: bool = _tile_option(False, help="compute the interior while halos are exchanged: for slow links")
-    schedule: str = _pipeline_option("fill_drain", help="the order of micro-batches", choices=SCHEDULES)
-    stages_per_rank: int = _pipeline_option(
+    overlap_halos: bool = _tiles(False, help="compute the interior while halos are exchanged: for slow links")
+    schedule: str = _pipeline("fill_drain", help="the order of micro-batches", choices=SCHEDULES)
+    stages_per_rank: int = _pipeline(
         1, help="stages on each rank after the spatial stages, for the schedule interleaved", low=1
     )
-    precision: str = _number_option(
+    precision: str = _numbers(
         "float32",
         help="the type of activations and halos",
         choices=PRECISIONS,
         flags=("--dtype",),
         results="activations are rounded to the type",
     )
-    checkpoint_activations: bool = _number_option(
+    checkpoint_activations: bool = _numbers(
         False,
         help="keep layer outputs and what other ranks send; recompute the rest for backward",
         phrase="recomputed activations",
     )
-    offload_activations: bool = _number_option(
+    offload_activations: bool = _numbers(
         False,
         help="move saved activations from GPU to host memory, or from host memory to a file",
         phrase="activations in a file",
     )
-    compile_segments: bool = _number_option(
+    compile_segments: bool = _numbers(
         False, help="fewer, larger kernels by torch.compile: for GPUs; the first steps are slow", phrase="compiled"
     )
-    sync_batchnorm: bool = _number_option(
+    sync_batchnorm: bool = _numbers(
         True,
         help="batch norm over all tiles, as one process does it; off: each tile by itself",
         results="batch norm normalises each tile by itself",

@@ -40,19 +40,8 @@ from mpi4dl_nb.engines.program.program import DirectionProgram, Program, ShardSp
 from mpi4dl_nb.engines.program.update import update_buffers
 from mpi4dl_nb.engines.program.worker import Worker
 
-_CHANNELS_AND_PX = (
-    (16, 16),
-    (16, 32),
-    (32, 48),
-    (16, 96),
-    (16, 256),
-    (64, 16),
-    (64, 64),
-    (64, 192),
-    (256, 8),
-    (256, 32),
-)
-SIZES = tuple(LayerSize(channels, side_px) for channels, side_px in _CHANNELS_AND_PX)
+_LAYERS = ((16, 16), (16, 32), (32, 48), (16, 96), (16, 256), (64, 16), (64, 64), (64, 192), (256, 8), (256, 32))
+SIZES = tuple(LayerSize(channels, side_px) for channels, side_px in _LAYERS)
 _SEGMENTS = 40
 _ROUNDS = 15
 _SLICES_S, _GAP_S = 0.2, 5e-4

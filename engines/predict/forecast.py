@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import (
-    FactTable,
-    describe_unknown,
-    format_bytes,
-    format_number,
-    format_seconds,
-    format_shares,
-)
+from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_seconds
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import compute_threads
@@ -25,7 +18,7 @@ from mpi4dl_nb.engines.predict.rank_memory import RankMemory, compile_replica, p
 from mpi4dl_nb.engines.predict.simulate import simulate
 from mpi4dl_nb.engines.predict.tallies import RankTally
 from mpi4dl_nb.engines.program.program import Program, Traffic, count_traffic
-from mpi4dl_nb.engines.program.timeline import Timeline, compute_time_shares
+from mpi4dl_nb.engines.program.timeline import Timeline
 
 ORDERS = {"speed": "most images per second", "memory": "least memory of the fullest rank"}
 """What plans may be ordered `by`, and which of them is then the best."""
@@ -61,7 +54,7 @@ class Forecast(FactTable):
             "time of a step": format_seconds(self.seconds) + self.time_note,
             "images": f"{self.images:,} a step, {format_number(self.images_per_s)} a second",
             "memory of the fullest rank": format_bytes(self.peak_bytes),
-            "time of a rank": format_shares(compute_time_shares(self.timeline)),
+            "time of a rank": self.timeline.facts["time of a rank"],
         }
 
     @property

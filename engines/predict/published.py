@@ -55,9 +55,8 @@ _HY_FI_ASSUMED = (
 _SPATIAL = StudyRun(AMOEBANET, 8192, 1, Plan(split_size=8, spatial_size=8, num_spatial_parts=16), "Lassen")
 _OVER_SPATIAL = _change_plan(_SPATIAL, bidirectional=True, schedule="gems", halo_d2=True)
 _TWICE = _change_plan(_OVER_SPATIAL, num_spatial_parts=32, slice_method="4x8")
-_LARGER, _OVER_LARGER = (
-    _change_plan(replace(run, image_px=16384), num_spatial_parts=64) for run in (_SPATIAL, _OVER_SPATIAL)
-)
+_LARGER = _change_plan(replace(_SPATIAL, image_px=16384), num_spatial_parts=64)
+_OVER_LARGER = _change_plan(replace(_OVER_SPATIAL, image_px=16384), num_spatial_parts=64)
 _SPATIAL_ASSUMED = (
     "18 normal cells; nodes like Lassen's",
     "basic spatial parallelism: one image, eight stages one after another, a halo before each windowed layer",

@@ -238,7 +238,6 @@ class _SizeProbe:
         side = count * self.step_px
         graph = self.sizes.graph(self.plan, (*self.batch, side, side))
         compiler = Compiler(graph, self.plan)
-        return {
-            rank: predict_rank_memory(compiler.compile_rank(rank), graph, self.plan, self.states).peak_bytes
-            for rank in ranks
-        }
+        programs = map(compiler.compile_rank, ranks)
+        memory = (predict_rank_memory(program, graph, self.plan, self.states) for program in programs)
+        return {found.rank: found.peak_bytes for found in memory}

@@ -228,9 +228,7 @@ class CounterRNGMode(TorchDispatchMode):
         part = [shape[0] // len(self.seeds), *shape[1:]]
         return torch.cat([draw(seed, [(size, 0, size) for size in part]) for seed in self.seeds])
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         law = name.removesuffix("_")
         if law == "rrelu_with_noise" and any(args[4:5]):

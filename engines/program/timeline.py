@@ -43,12 +43,10 @@ class TimelineEvent(NamedTuple):
         return self.end_s - self.start_s - self.wait_s
 
     @classmethod
-    def of(
-        cls, rank: int, step: Step, start_s: float, end_s: float, sent_bytes: int, wait_s: float = 0.0
-    ) -> TimelineEvent:
+    def of(cls, rank: int, step: Step, start_s: float, end_s: float, sent: int, wait_s: float = 0.0) -> TimelineEvent:
         """Return the event of one step of a program."""
         kind, phase = step.instruction.kind, step.phase.value
-        return cls(rank, step.instruction.name, kind, phase, step.micro_batch, start_s, end_s, sent_bytes, wait_s)
+        return cls(rank, step.instruction.name, kind, phase, step.micro_batch, start_s, end_s, sent, wait_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpi4dl_nb.engines.comm.all_reduce import AllReduceRequest, all_reduce
@@ -23,7 +24,7 @@ from mpi4dl_nb.engines.program.kernels import compute_batch_statistics
 from mpi4dl_nb.engines.program.message_buffers import choose_message_device, make_message_allocator
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
 
-Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+Scheduler = Callable[[Optimizer], LRScheduler]
 
 SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """Dynamic loss scaling: initial scale, growth factor, backoff factor, and the good steps before the scale grows."""
@@ -100,9 +101,7 @@ class OptimiserStep:
     `torch.amp.GradScaler`: if any gradient of any rank is not finite, no weight changes and the scale is halved.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], optimiser: torch.optim.Optimizer | None, rules: UpdateRules
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], optimiser: Optimizer | None, rules: UpdateRules) -> None:
         self.weights, self.optimiser, self.rules = weights, optimiser, rules
         self.scheduler = rules.scheduler(optimiser) if rules.scheduler and optimiser else None
         self.scaled = rules.loss_scale is not None
