@@ -125,14 +125,12 @@ class AllReduceRequest(RoundsRequest):
 
     def _make_exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
         """Return a function that starts the sends of `sent` and the receives of `received`, one tensor per rank."""
-        sends, receives = (
-            [
-                Message(peer, self.tag + tag, tensor)
-                for peer, tensor in zip(self.group, tensors, strict=True)
-                if peer != self.world.rank
-            ]
-            for tensors in (sent, received)
-        )
+
+        def make_messages(tensors: Sequence[Tensor]) -> list[Message]:
+            pairs = zip(self.group, tensors, strict=True)
+            return [Message(peer, self.tag + tag, tensor) for peer, tensor in pairs if peer != self.world.rank]
+
+        sends, receives = make_messages(sent), make_messages(received)
         return self.world.prepare(sends, receives) if self.again else partial(self.world.exchange, sends, receives)
 
     def _run_rounds(self) -> Iterator[Pending]:

@@ -188,12 +188,11 @@ def choose_memory_format(dimensions: int) -> torch.memory_format:
 
 def place_inputs(inputs: Mapping[int, Mapping[str, Tensor]], device: torch.device) -> dict[int, dict[str, Tensor]]:
     """Return the parts of a step's inputs, by micro-batch, on a rank's device, in the ranks' memory format."""
-    return {
-        micro_batch: {
-            name: part.to(device, memory_format=choose_memory_format(part.dim())) for name, part in parts.items()
-        }
-        for micro_batch, parts in inputs.items()
-    }
+
+    def place(part: Tensor) -> Tensor:
+        return part.to(device, memory_format=choose_memory_format(part.dim()))
+
+    return {micro_batch: {name: place(part) for name, part in parts.items()} for micro_batch, parts in inputs.items()}
 
 
 # The cores and memory that this process may use: a container or a job has less than the machine reports.

@@ -180,10 +180,8 @@ def main(module: str, *arguments: str) -> None:
         os.execve(sys.executable, make_command(module, *arguments), restore_home(os.environ))
     # The folders of PYTHONPATH, which Python has put first, stay before the working folder. This package's folder comes
     # before the installed packages, so that ranks use the notebook's copy and no other.
-    from_environment = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
-    sys.path[:] = order_search_path(
-        [*filter(_is_standard, sys.path), *from_environment, str(Path.cwd()), _HOME, *sys.path]
-    )
+    python_path = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
+    sys.path[:] = order_search_path([*filter(_is_standard, sys.path), *python_path, str(Path.cwd()), _HOME, *sys.path])
     sys.meta_path.insert(sys.meta_path.index(PathFinder), _Finder(module in _OF_NOTEBOOK))  # after built-in modules
     silence_libraries()
     os.environ.setdefault(SAFE, "rank")

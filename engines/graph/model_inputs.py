@@ -50,11 +50,8 @@ def check_forward(model: nn.Module) -> None:
         return
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
         return
-    needed = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is Parameter.empty and parameter.kind is not Parameter.VAR_KEYWORD
-    ]
+    required = [parameter for parameter in parameters if parameter.default is Parameter.empty]
+    needed = [parameter.name for parameter in required if parameter.kind is not Parameter.VAR_KEYWORD]
     if len(needed) == 1 or (not needed and parameters):
         return
     listed = ", ".join(needed) or "no argument"

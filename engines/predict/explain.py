@@ -19,14 +19,8 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
 from mpi4dl_nb.engines.program.timeline import compute_time_shares
 
-WORDS = {
-    "data": "data parallelism",
-    "layer": "layer parallelism",
-    "pipeline": "pipeline parallelism",
-    "bidirectional": "bidirectional parallelism",
-    "spatial": "spatial parallelism",
-    "hybrid": "a hybrid of tiles and stages",
-}
+WORDS = {kind: f"{kind} parallelism" for kind in ("data", "layer", "pipeline", "bidirectional", "spatial")}
+WORDS |= {"hybrid": "a hybrid of tiles and stages"}
 """The name of each kind in a sentence."""
 
 KINDS = tuple(WORDS)

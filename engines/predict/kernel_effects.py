@@ -154,9 +154,7 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
         outputs,
         several,
         saves=frozenset(places[memory] for memory in kept if memory in places),
-        saves_made=frozenset(
-            result_places[memory] for memory in kept if memory in result_places and memory not in places
-        ),
+        saves_made=frozenset(result_places[memory] for memory in kept.keys() & result_places.keys() - places.keys()),
         saves_bytes=sum(size for memory, size in kept.items() if memory not in places and memory not in result_places),
         passes=passes,
         back_bytes=back_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from mpi4dl_nb.engines.comm.all_reduce_sizes import compute_workspace_bytes
 from mpi4dl_nb.engines.plan import Plan
@@ -137,12 +138,8 @@ def simulate_memory(
     ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
     for micro_batch, direction in program.directions.items():
         ledger.hold(("inputs", micro_batch), {"inputs": sum(tally.ways[direction].inputs.values())})
-    background = {
-        reduction.name: reduction
-        for effects in program.effects
-        for reduction in effects.reductions
-        if reduction.starts and not reduction.waits
-    }.values()
+    reductions = chain(*(effects.reductions for effects in program.effects))
+    background = {item.name: item for item in reductions if item.starts and not item.waits}.values()
     lent = sum(compute_workspace_bytes(reduction.bytes, len(reduction.group)) for reduction in background)
     # Exchanges share one arena, as only one of them runs at a time.
     arena = max((effects.messages.arena for effects in program.effects if effects.messages), default=0)

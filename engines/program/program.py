@@ -125,12 +125,8 @@ class DirectionProgram:
     @cached_property
     def recomputation_reads(self) -> frozenset[str]:
         """The values read by the segments that the backward pass computes again if their graphs are not kept."""
-        return frozenset(
-            name
-            for item, effects in self.forward_effects
-            if item.is_local and (item.differentiable or item.interior)
-            for name in effects.reads
-        )
+        segments = ((item, effects.reads) for item, effects in self.forward_effects if item.is_local)
+        return frozenset(chain(*(reads for item, reads in segments if item.differentiable or item.interior)))
 
     @cached_property
     def collects(self) -> frozenset[str]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node
 from mpi4dl_nb.engines.program.kernels import get_kernel, get_operator, has_kernel, register_kernel
 
-AxisRanges = Sequence[tuple[int, int, int]]
+Ranges = Sequence[tuple[int, int, int]]
 """For each axis of a tensor: its whole size, and the start and stop of the local part."""
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -54,7 +54,7 @@ def _shift_right(word: Tensor, by: int) -> Tensor:
     return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device) -> Tensor:
+def sample_uniform(seed: int, draw: int, place: Ranges, device: torch.device) -> Tensor:
     """Return numbers of [0, 1) in float64, multiples of 2 ** -53, for the positions in `place`."""
     # The row-major index of each position in the whole tensor: a tile draws what the whole image draws there.
     index = torch.zeros((), dtype=torch.int64, device=device)
@@ -104,7 +104,7 @@ draws = tuple(f"aten.{name}" for name in _DRAWN.split())
 
 @register_kernel("tile.draw")
 def sample_at(
-    seed: int, number: int, place: AxisRanges, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
+    seed: int, number: int, place: Ranges, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
 ) -> Tensor:
     """Return the part at `place` of what the operator `name` draws."""
     # Box and Muller's law takes two numbers for each position, hence two streams for each draw of the model.
@@ -116,9 +116,7 @@ def sample_at(
 
 
 @register_kernel("tile.dropout")
-def dropout(
-    x: Tensor, seed: int, number: int, place: AxisRanges, device: torch.device, p: float, alpha: bool
-) -> Tensor:
+def dropout(x: Tensor, seed: int, number: int, place: Ranges, device: torch.device, p: float, alpha: bool) -> Tensor:
     """Multiply `x` by a mask that is 0 with probability `p`, as ATen does."""
     noise = (sample_uniform(seed, 2 * number, place, device) < 1 - p).to(x.dtype)
     if not alpha:
@@ -130,9 +128,7 @@ def dropout(
 
 
 @register_kernel("tile.rrelu")
-def rrelu(
-    x: Tensor, seed: int, number: int, place: AxisRanges, device: torch.device, lower: float, upper: float
-) -> Tensor:
+def rrelu(x: Tensor, seed: int, number: int, place: Ranges, device: torch.device, lower: float, upper: float) -> Tensor:
     """Multiply non-positive values by slopes drawn between the two bounds (Xu et al., 2015, arXiv:1505.00853)."""
     return x * _compute_slopes(x, sample_uniform(seed, 2 * number, place, device), lower, upper)
 
@@ -221,7 +217,7 @@ class CounterRNGMode(TorchDispatchMode):
         super().__init__()
         self.seeds, self.number = [compute_step_seed(seed, step + part) for part in range(count)], 0
 
-    def _draw(self, shape: Sequence[int], draw: Callable[[int, AxisRanges], Tensor]) -> Tensor:
+    def _draw(self, shape: Sequence[int], draw: Callable[[int, Ranges], Tensor]) -> Tensor:
         """Return the draws for all images; `draw(seed, place)` makes those of one micro-batch."""
         if len(self.seeds) == 1:
             return draw(self.seeds[0], [(size, 0, size) for size in shape])

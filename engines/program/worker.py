@@ -227,15 +227,12 @@ class Worker:
             )
         return self.micro_batch_states[micro_batch]
 
-    def _count(self, counting: CountLabels, phase: Phase) -> int:
+    def _count(self, item: CountLabels, phase: Phase) -> int:
         if self._count_labels is None:
-            raise PlanError(
-                f"{counting.name} counts labels, for which this worker has no function. Give `count_labels`."
-            )
-        states = {micro_batch: self.micro_batch_states[micro_batch] for micro_batch in counting.program.directions}
-        return self._count_labels(
-            counting, {micro_batch: state.fetch(state.values["labels"]) for micro_batch, state in states.items()}
-        )
+            raise PlanError(f"{item.name} counts labels, for which this worker has no function. Give `count_labels`.")
+        states = {micro_batch: self.micro_batch_states[micro_batch] for micro_batch in item.program.directions}
+        labels = {micro_batch: state.fetch(state.values["labels"]) for micro_batch, state in states.items()}
+        return self._count_labels(item, labels)
 
     def _sum_gradients(self, bucket: SumGradients, phase: Phase) -> int:
         if phase is Phase.UPDATE:
