@@ -116,7 +116,7 @@ class ConstantPropagationMode(TorchFunctionMode):
             )
         if func in _ASKS:
             return self._answer(func, args, kwargs)
-        for tensor in _list_tensors((args, kwargs)):
+        for tensor in list_tensors((args, kwargs)):
             if is_real(tensor):
                 self.memory.note_read(tensor)
         output = func(*args, **kwargs)
@@ -127,14 +127,14 @@ class ConstantPropagationMode(TorchFunctionMode):
     # ---- reads of numbers
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        known = [self._find_constant(tensor) for tensor in _list_tensors((args, kwargs))]
+        known = [self._find_constant(tensor) for tensor in list_tensors((args, kwargs))]
         if all(known):
             for name in frozenset().union(*(constant.buffers for constant in known)):  # type: ignore[union-attr]
                 self.decided.setdefault(name, find_current_line())
             return self._evaluate(func, args, kwargs)
         # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
         # what was read is noted before.
-        unknown = next(tensor for tensor in _list_tensors((args, kwargs)) if not self._find_constant(tensor))
+        unknown = next(tensor for tensor in list_tensors((args, kwargs)) if not self._find_constant(tensor))
         kind = str(unknown.dtype).removeprefix("torch.")
         self.unanswered = (
             f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(unknown.shape)}"
@@ -170,11 +170,11 @@ class ConstantPropagationMode(TorchFunctionMode):
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
-        inputs = _list_tensors((args, kwargs))
+        inputs = list_tensors((args, kwargs))
         # `zeros_like(image)` is known although the image is not; `image.new_tensor(y)` is known if `y` is.
         read = [self._find_constant(argument) for argument in inputs[func in _BY_SHAPE :]]
         inputs_known = all(read)
-        small = all(output.numel() <= LIMIT for output in _list_tensors(result))
+        small = all(output.numel() <= LIMIT for output in list_tensors(result))
         draws = any(word in _get_name(func) for word in _DRAWS)
         if inputs_known and small and (inputs or func in _MAKES) and not draws:
             try:
@@ -183,12 +183,12 @@ class ConstantPropagationMode(TorchFunctionMode):
                 self._forget(inputs)
                 return
             buffers = frozenset().union(*(known.buffers for known in read if known))
-            for tensor, real in zip(_list_tensors(result), _list_tensors(numbers), strict=False):
+            for tensor, real in zip(list_tensors(result), list_tensors(numbers), strict=False):
                 if tensor.shape == real.shape and tensor.dtype == real.dtype:
                     self._known[tensor] = _ConstantValue(real, buffers)
         elif _is_mutating(func, kwargs):
             # `t[0] = x` or `t.add_(x)` with an unknown x: t and all views of it are unknown from here on.
-            self._forget([*inputs[:1], *_list_tensors(kwargs.get("out"))])
+            self._forget([*inputs[:1], *list_tensors(kwargs.get("out"))])
 
     def _forget(self, written: list[Tensor]) -> None:
         """Forget the numbers of all tensors that share storage with a written tensor."""
@@ -246,5 +246,6 @@ def _is_mutating(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
 
 
-def _list_tensors(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested values, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

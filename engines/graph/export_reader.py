@@ -44,9 +44,7 @@ class FlopCount(TorchDispatchMode):
     4194304
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
+    total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and count one ATen operator. Called by torch."""

@@ -178,8 +178,7 @@ class _Functionaliser:
                     "another view. Make that operator out-of-place."
                 )
             parent, view = self._get_current_value(alias.parent, reader), alias.view
-            replayed = self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs)
-            self._set_value(alias, replayed)
+            self._set_value(alias, self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs))
         return alias.value
 
     def _set_value(self, alias: _Alias, value: fx.Node) -> None:
@@ -296,12 +295,10 @@ def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
     """Return the argument that an in-place operator writes to, or None."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    for index, schema in enumerate(node.target._schema.arguments):
-        if schema.alias_info and schema.alias_info.is_write:
-            argument = node.args[index] if index < len(node.args) else node.kwargs.get(schema.name)
-            if isinstance(argument, fx.Node):
-                return argument
-    return None
+    schema = node.target._schema.arguments
+    written = (item.name for item in schema if item.alias_info and item.alias_info.is_write)
+    arguments = (_get_argument(node, name) for name in written)
+    return next((argument for argument in arguments if isinstance(argument, fx.Node)), None)
 
 
 def _find_functional_target(node: fx.Node) -> Any:

@@ -257,8 +257,7 @@ def restore_outside_state(*owners: object) -> Iterator[OutsideState]:
 
     A context within another one, for the same model, restores the state that the outer one has found.
     """
-    outer = _CURRENT.get()
-    state = outer or OutsideState(*owners)
+    state = _CURRENT.get() or OutsideState(*owners)
     token = _CURRENT.set(state)
     try:
         yield state

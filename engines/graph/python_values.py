@@ -277,8 +277,7 @@ def _iterate_instructions(cls: type) -> Iterator[list[dis.Instruction]]:
 @cache
 def _find_stored(cls: type) -> frozenset[str]:
     """Return the attributes that forward, or a method that it calls, sets."""
-    codes = _iterate_instructions(cls)
-    return frozenset(step.argval for code in codes for step in code if step.opname == "STORE_ATTR")
+    return frozenset(step.argval for code in _iterate_instructions(cls) for step in code if step.opname == "STORE_ATTR")
 
 
 @cache

@@ -101,8 +101,7 @@ def sort_candidates(
     def get_sort_key(each: Candidate) -> tuple[float, ...]:
         pace, predicted = -each.compute_pace(neutral_batch), each.forecast.get_sort_key(by, neutral_batch)
         if by == "memory":
-            measured_bytes = each.peak_bytes or each.predicted_bytes
-            return bool(each.failure), not each.measured, measured_bytes, pace, *predicted
+            return bool(each.failure), not each.measured, each.peak_bytes or each.predicted_bytes, pace, *predicted
         return bool(each.failure), pace, *predicted
 
     return tuple(sorted(candidates, key=get_sort_key))

@@ -21,6 +21,7 @@ import mpi4dl_nb.engines.program.rng  # noqa: F401  (gives the kernels of random
 from mpi4dl_nb.engines.comm.device import choose_memory_format
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.engines.graph.constant_propagation import list_tensors
 from mpi4dl_nb.engines.graph.export_reader import FlopCount
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED
@@ -228,10 +229,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
-        argument_ids = {get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
-        for item in tree_leaves(outputs):
-            if not isinstance(item, Tensor):
-                continue
+        argument_ids = set(map(get_storage_id, list_tensors((args, kwargs))))
+        for item in list_tensors(outputs):
             storage, storage_id = item.untyped_storage(), get_storage_id(item)
             size = storage.nbytes()
             # A view shares its storage with a tensor that was given, or that is known: its bytes count once.

@@ -48,9 +48,8 @@ class LinkQueues:
 
     def find_link(self, source: int, target: int) -> Link | None:
         """Return the link for a message to another node, or None within a node."""
-        if self.machine.between is None or self.machine.get_node(source) == self.machine.get_node(target):
-            return None
-        return self.machine.between
+        is_within = self.machine.get_node(source) == self.machine.get_node(target)
+        return None if is_within else self.machine.between
 
     def schedule_message(self, rank: int, way: str, seconds: float, now: float) -> float:
         """Return when the link of a rank's node starts a message of `seconds`. `way` is `out` or `in`."""

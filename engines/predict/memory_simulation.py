@@ -221,8 +221,7 @@ class _MicroBatchMemory(LiveValues[Block]):
 
     def _hold_key(self, key: Block) -> None:
         borrowed = self.tally.halo_bytes.get(key, 0)
-        size = self.tally.bytes.get(key, 0) - borrowed
-        self._hold_block((self.number, key), activations=size, halos=borrowed)
+        self._hold_block((self.number, key), activations=self.tally.bytes.get(key, 0) - borrowed, halos=borrowed)
 
     def _hold_block(self, key: Hashable, **kinds: int) -> None:
         """Hold a block that backward needs; an offloaded block is in memory only during the step that makes it."""

@@ -189,8 +189,7 @@ class PublishedReplay:
             if traced not in self._traces:
                 shape = run.images, 3, run.image_px, run.image_px
                 self._traces[traced] = TraceCache(build_meta_model(run.model), shape, nn.CrossEntropyLoss())
-            graph = self._traces[traced].get_graph(run.plan)
-            self._known[key] = RunResult.of(forecast(graph, run.plan, asked))
+            self._known[key] = RunResult.of(forecast(self._traces[traced].get_graph(run.plan), run.plan, asked))
         return self._known[key]
 
 

@@ -214,8 +214,7 @@ class _LayerAssignment:
                     states = self.states * size if name in self.counted.trained else 0
                     yield self.weights.get(name), {"weights": size, "optimiser": states}
             case "sums":
-                buckets = {item.name: item for item in self.program.select_instructions(SumGradients)}
-                for bucket in buckets.values():
+                for bucket in {item.name: item for item in self.program.select_instructions(SumGradients)}.values():
                     sizes = {name: self.counted.weights[name] for name in bucket.weights}
                     yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())
                     yield None, {"gradients": bucket.bytes - sum(sizes.values())}

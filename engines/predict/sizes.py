@@ -237,7 +237,6 @@ class _SizeProbe:
     def _compute_rank_peaks(self, count: int, ranks: Iterable[int]) -> dict[int, int]:
         side = count * self.step_px
         graph = self.sizes.graph(self.plan, (*self.batch, side, side))
-        compiler = Compiler(graph, self.plan)
-        programs = map(compiler.compile_rank, ranks)
+        programs = map(Compiler(graph, self.plan).compile_rank, ranks)
         memory = (predict_rank_memory(program, graph, self.plan, self.states) for program in programs)
         return {found.rank: found.peak_bytes for found in memory}

@@ -95,10 +95,7 @@ def get_kernel(name: str) -> Callable[..., Any]:
     >>> get_kernel("aten.relu.default")(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
-    for known in (_KERNELS, MENDED):
-        if name in known:
-            return known[name]
-    return get_operator(name)
+    return _KERNELS.get(name) or MENDED.get(name) or get_operator(name)
 
 
 def has_kernel(name: str) -> bool:
