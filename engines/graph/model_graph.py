@@ -272,11 +272,8 @@ def find_ref_names(value: Any) -> Iterator[str]:
     """
     if isinstance(value, Ref):
         yield value.name
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_ref_names(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from find_ref_names(item)
 
 

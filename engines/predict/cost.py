@@ -161,11 +161,9 @@ def estimate_segment_work(
     # INPUTS and WEIGHTS are the two halves of backward in a zero-bubble schedule. What is recomputed for the first half
     # is kept for the second.
     if phase is Phase.FORWARD:
-        forward = ComputeWork(0.0)
-        for op in segment.ops:
-            forward += _estimate_kernel(machine, machine.call_s, threads, op.kind, *count_work(op))
+        kernels = (_estimate_kernel(machine, machine.call_s, threads, op.kind, *count_work(op)) for op in segment.ops)
         # A device cannot finish kernels faster than its host launches them.
-        return forward.with_minimum(machine.least_s * len(segment.ops))
+        return sum(kernels, ComputeWork(0.0)).with_minimum(machine.least_s * len(segment.ops))
     if phase is Phase.WEIGHTS and not segment.late:
         return ComputeWork(0.0)
     way = phase if segment.late else Phase.BACKWARD

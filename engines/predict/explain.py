@@ -237,7 +237,7 @@ def explain(
     """
 
     def find_best(candidates: Iterable[Forecast]) -> Forecast | None:
-        fitting = (forecast for forecast in candidates if forecast.fits(rank_bytes))
+        fitting = (forecast for forecast in candidates if forecast.can_fit(rank_bytes))
         return min(fitting, key=lambda forecast: forecast.get_sort_key(by, neutral_batch), default=None)
 
     best_of_all = find_best(forecasts)

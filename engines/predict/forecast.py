@@ -87,7 +87,7 @@ class Forecast(FactTable):
         """The peak bytes of the fullest rank."""
         return max(memory.peak_bytes for memory in self.memory)
 
-    def fits(self, rank_bytes: int | None) -> bool:
+    def can_fit(self, rank_bytes: int | None) -> bool:
         """Return whether no rank needs more than `rank_bytes` (None: unlimited)."""
         return rank_bytes is None or self.peak_bytes <= rank_bytes
 

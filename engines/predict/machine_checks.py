@@ -78,24 +78,18 @@ def _format_value(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-_TEXT = _make_type_check(str, "text")
 _SECONDS = _make_number_check(0, 3600)
-_TURN = _make_number_check(1e-5, 3600)
 _PER_SECOND, _PER_SECOND_OR_ALL = _make_number_check(1e-3, 1e24), _make_number_check(1e-3, 1e24, endless=True)
-_SIZE, _HALF = _make_number_check(0, 1e15), _make_number_check(0, 1e9)
 _TIMES, _PART = _make_number_check(0, 1e3), _make_number_check(1e-6, 1e3)
 _AXES, _SAMPLES = 8, 1000
 
 _SPEED = _make_table_check(
     {
-        "at": _make_list_check(_SIZE, _AXES),
-        "per_s": _PER_SECOND,
-        "back_per_s": _PER_SECOND,
-        "half": _make_list_check(_HALF, _AXES),
-        "crowded": _PART,
+        "at": _make_list_check(_make_number_check(0, 1e15), _AXES),
+        "half": _make_list_check(_make_number_check(0, 1e9), _AXES),
+        **dict.fromkeys(("per_s", "back_per_s"), _PER_SECOND),
+        **dict.fromkeys(("crowded", "inputs", "weights"), _PART),
         "spread": _TIMES,
-        "inputs": _PART,
-        "weights": _PART,
     },
     needed=("at", "per_s", "back_per_s"),
 )
@@ -105,10 +99,10 @@ _IN_SECONDS = (
     *("weight_s", "statistic_s", "update_s", "resume_s", "thread_s", "message_s"),
 )
 _CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("name", "source", "sums"), _TEXT),
+    **dict.fromkeys(("name", "source", "sums"), _make_type_check(str, "text")),
     "speeds": _make_table_check(dict.fromkeys(CLASSES, _make_list_check(_SPEED, _SAMPLES)), needed=()),
     **dict.fromkeys(_IN_SECONDS, _SECONDS),
-    "slice_s": _TURN,
+    "slice_s": _make_number_check(1e-5, 3600),
     **_LINK,
     "copy_per_s": _PER_SECOND_OR_ALL,
     "host_per_s": _make_optional_check(_PER_SECOND_OR_ALL),

@@ -63,13 +63,13 @@ def search(
         # Checkpointing costs another forward pass. A plan that fits without it is never faster with it, but needs more.
         try:
             prediction = predict_plan(plan)
-            if (by == "memory" or not prediction.fits(rank_bytes)) and not plan.checkpoint_activations:
+            if (by == "memory" or not prediction.can_fit(rank_bytes)) and not plan.checkpoint_activations:
                 lean = predict_plan(replace(plan, checkpoint_activations=True))
                 prediction = min(prediction, lean, key=lambda candidate: candidate.peak_bytes)
         except (PlanError, TraceError) as error:
             refused.append((plan, str(error)))
         else:
-            (fitting if prediction.fits(rank_bytes) else too_large).append(prediction)
+            (fitting if prediction.can_fit(rank_bytes) else too_large).append(prediction)
         seen(done, len(asked))
     fitting.sort(key=lambda candidate: candidate.get_sort_key(by, neutral_batch))
     too_large.sort(key=lambda candidate: candidate.peak_bytes)
