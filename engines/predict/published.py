@@ -12,6 +12,7 @@ are not communicated.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mpi4dl_nb.engines.plan import Plan
@@ -78,19 +79,18 @@ _GEMS = StudyRun(RESNET_1K, 512, 1, _GEMS_PLAN, "Lassen")
 _SUMMIT = StudyRun(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=1536), "Summit")
 _FRONTERA = StudyRun(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=4 * 2048), "Frontera")
 
-
 _SLOW_LINKS = RunVariant("links between nodes a tenth as fast", changes={"between": Link(SMALL_S, 2.5e9)})
 
+_hy_fi_result = partial(PublishedResult, source=HY_FI, run=_HY_FI)
+_very_large_result = partial(PublishedResult, measure="times as fast", source=VERY_LARGE)
 
 PUBLISHED: tuple[PublishedResult, ...] = (
-    PublishedResult(
+    _hy_fi_result(
         "hy-fi/layers",
         "2.67x over layer parallelism, 2048 x 2048",
         published=2.67,
         measure="times as fast",
-        source=HY_FI,
         assumed=_HY_FI_ASSUMED,
-        run=_HY_FI,
         against=replace(_HY_FI, plan=_LAYERS),
         variants=(
             RunVariant("8 GPUs a replica, layers with one image", _EIGHT, _EIGHT_LAYERS),
@@ -98,40 +98,34 @@ PUBLISHED: tuple[PublishedResult, ...] = (
             RunVariant("ResNet-110 v2, one image a direction", _RESNET, replace(_RESNET, plan=_LAYERS)),
         ),
     ),
-    PublishedResult(
+    _hy_fi_result(
         "hy-fi/pipeline",
         "1.68x over pipeline parallelism, 2048 x 2048",
         published=1.68,
         measure="times as fast",
-        source=HY_FI,
         assumed=_HY_FI_ASSUMED,
-        run=_HY_FI,
         against=replace(_HY_FI, plan=replace(_LAYERS, parts=2)),
         variants=(
             RunVariant("8 GPUs a replica", _EIGHT, replace(_EIGHT, plan=replace(_EIGHT_LAYERS.plan, parts=2))),
             _TWO_PAIRS,
         ),
     ),
-    PublishedResult(
+    _hy_fi_result(
         "hy-fi/scaling",
         "94.5 % on 2,048 V100",
         published=94.5,
         measure="% of linear",
-        source=HY_FI,
         assumed=(*_HY_FI_ASSUMED, "linear is what 128 times one replica would do"),
-        run=_HY_FI,
         against=_change_plan(_HY_FI, data_parallel=1),
         variants=(_SLOW_LINKS,),
         why="Of the 5.5 % that are lost nearly nothing is lost here, with links between nodes a tenth as fast neither. "
         "Why they lose it is not known; ranks of unequal speed, other jobs on the network and reading of images are "
         "not simulated.",
     ),
-    PublishedResult(
+    _very_large_result(
         "amoebanet/8192",
         "1.476x over spatial parallelism, 8192 x 8192",
         published=1.476,
-        measure="times as fast",
-        source=VERY_LARGE,
         assumed=(*_SPATIAL_ASSUMED, "16 tiles, 128 GPUs"),
         run=_OVER_SPATIAL,
         against=_SPATIAL,
@@ -144,22 +138,18 @@ PUBLISHED: tuple[PublishedResult, ...] = (
         ),
         why=_HALOS,
     ),
-    PublishedResult(
+    _very_large_result(
         "amoebanet/8192 strong",
         "2.26x over spatial parallelism, 8192 x 8192, strong scaling",
         published=2.26,
-        measure="times as fast",
-        source=VERY_LARGE,
         assumed=(*_SPATIAL_ASSUMED, "Hy-Fi has twice the tiles and GPUs: 4 x 8 and 256"),
         run=_TWICE,
         against=_SPATIAL,
     ),
-    PublishedResult(
+    _very_large_result(
         "amoebanet/16384",
         "1.47x over spatial parallelism, 16,384 x 16,384",
         published=1.47,
-        measure="times as fast",
-        source=VERY_LARGE,
         assumed=(*_SPATIAL_ASSUMED, "64 tiles, 512 GPUs"),
         run=_OVER_LARGER,
         against=_LARGER,
