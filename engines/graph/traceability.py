@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -176,8 +176,8 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     try:
         twin = make_fake_copy(model, mode, images.dtype)
         owners, whole = nn.ModuleDict({"model": twin}), make_fake_tensor(mode, images)
-        run = partial(_run_watched, owners, collect_buffers(model), mode, twin, whole)
-        repeated = RepeatedRun(lambda log: run(log=log), "model")
+        held = collect_buffers(model)
+        repeated = RepeatedRun(lambda log: _run_watched(owners, held, mode, log, twin, whole), "model")
         # numbers: new --first run--> before --second run--> (read below)
         new, memory = _collect_numbers(twin), _get_storages(twin)
         with restore_outside_state(model):
@@ -211,11 +211,7 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
 
 
 def check_loss_repeats(
-    model: nn.Module,
-    loss: Callable[..., Any],
-    images: TensorSpec,
-    labels: TensorSpec,
-    prediction: TensorSpec | None = None,
+    model: nn.Module, loss: Callable[..., Any], images: TensorSpec, labels: TensorSpec, prediction: TensorSpec | None
 ) -> None:
     """Raise TraceError if the loss differs from call to call, for the same prediction; skip what cannot run.
 
@@ -232,10 +228,10 @@ def check_loss_repeats(
             twin, whole = make_fake_copy(model, mode, images.dtype), make_fake_tensor(mode, images)
             both = nn.ModuleDict({"model": twin}), collect_buffers(model)
             with restore_outside_state(model, loss):
-                answer = _run_watched(*both, mode, twin, whole, log=nullcontext())
+                answer = _run_watched(*both, mode, nullcontext(), twin, whole)
         held = collect_buffers(None, loss)
-        run = partial(_run_watched, owners, held, mode, partial(call_loss, called), answer, truth)
-        repeated = RepeatedRun(lambda log: run(log=log), "loss")
+        run = partial(call_loss, called)
+        repeated = RepeatedRun(lambda log: _run_watched(owners, held, mode, log, run, answer, truth), "loss")
         with restore_outside_state(model, loss):
             repeated.rerun()
             repeated.rerun()
@@ -247,21 +243,16 @@ def check_loss_repeats(
 
 
 def _run_watched(
-    owners: nn.Module,
-    held: Mapping[str, Tensor],
-    mode: FakeTensorMode,
-    function: Callable[..., Any],
-    *given: Any,
-    log: AbstractContextManager[Any],
+    owners: nn.Module, held: Mapping[str, Tensor], mode: FakeTensorMode, log: Any, run: Callable[..., Any], *given: Any
 ) -> Any:
     """Call a model or loss as a trace does: reads of numbers that follow from shapes or buffers are answered.
 
-    `owners` are the copies without memory, and `held` the user's own buffers.
+    `owners` are the copies without memory, `held` the user's own buffers, and `log` is a context of the call.
     """
     constants = ConstantPropagationMode(held)
     eager = torch.compiler.set_stance("force_eager")
     with ONE_AT_A_TIME, mode, torch.no_grad(), eager, watch_forward(owners, constants), log:
-        return function(*given)
+        return run(*given)
 
 
 def _get_storages(model: nn.Module) -> dict[str, torch.UntypedStorage]:

@@ -53,14 +53,10 @@ def simulate(
     """
     prices = CostModel.from_machine(machine)
     # All replicas run the same programs: the costs of a rank's steps are computed once, and its copies share them.
-    ranks = [
-        (
-            program,
-            build_step_actions(program, tally, prices, count, recompute, offload),
-            [sum(part.bytes for part in count_sent(effects)) for effects in program.effects],
-        )
-        for program, tally, count in zip(programs, tallies, threads, strict=True)
-    ]
+    ranks = []
+    for program, tally, count in zip(programs, tallies, threads, strict=True):
+        actions = build_step_actions(program, tally, prices, count, recompute, offload)
+        ranks.append((program, actions, [sum(part.bytes for part in count_sent(step)) for step in program.effects]))
     states = [_RankState(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
     counts = {state.rank: count for state, count in zip(states, list(threads) * copies, strict=True)}
     processors = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()

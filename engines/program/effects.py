@@ -128,7 +128,7 @@ class Instruction(ABC):
     __slots__ = ()
 
     name: str
-    differentiable: bool
+    differentiable: bool = False
     per_micro_batch: ClassVar[bool] = False
     """Whether it belongs to a micro-batch, and not to the step as a whole."""
     is_local: ClassVar[bool] = False

@@ -126,15 +126,10 @@ class Exchange(Instruction):
     def get_effects(self, phase: Phase) -> Effects:
         """Return what the exchange does in a phase: backward sends each gradient the way that its pixels came."""
         forward = phase is Phase.FORWARD
-        moves = (self.sends, self.receives) if forward else (self.receives, self.sends)
         # A message goes from `source` to `target` of its move, and its gradient back.
-        sends, receives = (
-            tuple(
-                MessageSpec(move.target if away == forward else move.source, self.compute_bytes([move]), move)
-                for move in side
-            )
-            for away, side in zip((True, False), moves, strict=True)
-        )
+        lent = tuple(MessageSpec(move.target, self.compute_bytes([move]), move) for move in self.sends)
+        borrowed = tuple(MessageSpec(move.source, self.compute_bytes([move]), move) for move in self.receives)
+        sends, receives = (lent, borrowed) if forward else (borrowed, lent)
         packed, unpacked = self.count_staged_bytes(forward)
         one_way = sends and not receives and not self.is_persistent
         messages = Messages(
@@ -150,7 +145,7 @@ class Exchange(Instruction):
             makes_room=self.keeps_all and bool(self.axes),
             in_place=self.keeps_all,
             arena=self.staging_bytes if self.is_persistent else 0,
-            lasting=(packed if forward else self.compute_bytes(moves[0])) if one_way else 0,
+            lasting=(packed if forward else self.compute_bytes(self.receives)) if one_way else 0,
         )
         specs = {name: TensorSpec(self.compute_shape(tile), self.dtype) for name, tile in self.parts}
         source = (self.source,) if forward or self.own is not None else ()

@@ -92,7 +92,6 @@ class SumGradients(Instruction):
     bytes: int
     group: tuple[int, ...]
     tag: int
-    differentiable: bool = False
 
     def get_effects(self, phase: Phase) -> Effects:
         """Return what the sum does in a phase: it ends in the update, and starts in any other phase."""
@@ -118,7 +117,6 @@ class FiniteCheckAllReduce(Instruction):
     group: tuple[int, ...]
     counted: tuple[str, ...] = ()
     bytes: int = 16
-    differentiable: bool = False
 
     def get_effects(self, phase: Phase) -> Effects:
         """Return what the all-reduce does."""
@@ -139,7 +137,6 @@ class ReduceBatchStats(Instruction):
     own_micro_batches: tuple[int, ...]
     bytes: int
     group: tuple[int, ...]
-    differentiable: bool = False
 
     def get_effects(self, phase: Phase) -> Effects:
         """Return what the all-reduce does."""
@@ -177,7 +174,6 @@ class Update(Instruction):
     name: str
     statistics: tuple[RunningStatistics, ...]
     counters: Mapping[str, int]
-    differentiable: bool = False
 
     @property
     def buffers(self) -> frozenset[str]:

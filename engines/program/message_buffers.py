@@ -54,11 +54,7 @@ def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) ->
 
 
 def make_temporary_messages(
-    exchange: Exchange,
-    world: World,
-    memory: Callable[[int], Tensor],
-    source: Tensor | None = None,
-    window: Tensor | None = None,
+    exchange: Exchange, world: World, memory: Callable[[int], Tensor], source: Tensor | None, window: Tensor | None
 ) -> MessageSet:
     """Make messages directly between `source` and `window` where possible, else through fresh `memory`.
 

@@ -266,7 +266,6 @@ class CountLabels(Instruction):
     program: Program
     bytes: int
     group: tuple[int, ...]
-    differentiable: bool = False
 
     @property
     def kind(self) -> str:

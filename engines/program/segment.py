@@ -195,18 +195,13 @@ class Segment:
         over = find_in_place(segment)
         # What a step would look up again and again is resolved here, once: the kernel, its variants (in place, into a
         # window), where its arguments come from, and which values nobody reads after it.
-        plain = [bind_kernel(op, IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
-        self.calls = [
-            (
-                op.out,
-                partial(_INTO[op.kernel], rooms[op.out]) if op.graded and has_out_kernel(segment, op, rooms) else run,
-                run,
-                make_lookup(op.arguments),
-                make_lookup(dict(op.keywords)),
-                of_no_use,
-            )
-            for op, run, of_no_use in zip(segment.ops, plain, find_last_reads(segment), strict=True)
-        ]
+        self.calls = []
+        for op, of_no_use in zip(segment.ops, find_last_reads(segment), strict=True):
+            plain = bind_kernel(op, IN_PLACE[op.kernel] if op.out in over else op.kernel)
+            has_room = op.graded and has_out_kernel(segment, op, rooms)
+            run = partial(_INTO[op.kernel], rooms[op.out]) if has_room else plain
+            lookups = make_lookup(op.arguments), make_lookup(dict(op.keywords))
+            self.calls.append((op.out, run, plain, *lookups, of_no_use))
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         """Return the outputs, with the local graph that leads back to the inputs. `seed` determines random numbers.

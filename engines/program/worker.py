@@ -131,16 +131,12 @@ class Worker:
         self._gradient_stats: Tensor | None = None
         self._updates: list[PendingUpdate] = []  # of all ranks of one thread
         count = self.program.micro_batches
-        self.micro_batch_states = {
-            micro_batch: self._make_micro_batch(
-                self.runtime,
-                self.program.get_direction_program(micro_batch),
-                inputs.get(micro_batch, {}),
-                seed=compute_step_seed(self.seed, self.steps * count + micro_batch),
-                loss_gradient=self.optimiser_step.scale / count,
-            )
-            for micro_batch in sorted(self.program.directions)
-        }
+        make = partial(self._make_micro_batch, self.runtime, loss_gradient=self.optimiser_step.scale / count)
+        self.micro_batch_states: dict[int, MicroBatchState] = {}
+        for micro_batch in sorted(self.program.directions):
+            way = self.program.get_direction_program(micro_batch)
+            seed = compute_step_seed(self.seed, self.steps * count + micro_batch)
+            self.micro_batch_states[micro_batch] = make(way, inputs.get(micro_batch, {}), seed=seed)
         self._batch_stats = BatchStats(self.micro_batch_states, count)
 
     @property
