@@ -18,8 +18,7 @@ from packaging.utils import canonicalize_name
 
 import mpi4dl_nb
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.graph import torch_release
-from mpi4dl_nb.engines.graph.torch_release import check_torch_release
+from mpi4dl_nb.engines.graph.trace import NEWEST_TORCH, OLDEST_TORCH, check_torch_release
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,8 +129,8 @@ def test_every_python_of_the_range_is_named_and_tried():
 
 def test_the_releases_of_torch_that_are_warned_of_lie_outside_the_range():
     limits = DEPENDENCIES["torch"]
-    assert limits.contains(".".join(map(str, torch_release._OLDEST)))
-    assert limits.contains(".".join(map(str, torch_release._NEWEST)))
+    assert limits.contains(".".join(map(str, OLDEST_TORCH)))
+    assert limits.contains(".".join(map(str, NEWEST_TORCH)))
     check_torch_release.cache_clear()
     check_torch_release("2.15.1+cpu")
     with pytest.warns(

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import re
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +37,6 @@ from mpi4dl_nb.engines.graph.outside_tensors import OwnedMemory, check_lifted_te
 from mpi4dl_nb.engines.graph.owners import collect_buffers, find_first_names, iterate_owners
 from mpi4dl_nb.engines.graph.recomputed_norms import find_recomputed_buffers
 from mpi4dl_nb.engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
-from mpi4dl_nb.engines.graph.torch_release import check_torch_release
 from mpi4dl_nb.engines.graph.traceability import collect_attributes, make_fake_copy, make_fake_tensor, make_traceable
 from mpi4dl_nb.engines.graph.watch_forward import (
     ONE_AT_A_TIME,
@@ -47,6 +49,25 @@ from mpi4dl_nb.engines.plan import HALF
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
 """Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+"""The releases of PyTorch with which traced graphs were tested."""
+
+
+@cache
+def check_torch_release(release: str = str(torch.__version__)) -> None:
+    """Warn, once, of a release that is newer than those that were tested. Raises TraceError for one that is older."""
+    known = f"{'.'.join(map(str, OLDEST_TORCH))} to {'.'.join(map(str, NEWEST_TORCH))}"
+    version = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    if version < OLDEST_TORCH:
+        raise TraceError(f"PyTorch {release} is too old: models are traced with {known}. pip install --upgrade torch.")
+    if version > NEWEST_TORCH:
+        warnings.warn(
+            f"PyTorch {release} is newer than the releases that traced models were tested with ({known}): rely on it "
+            "only after training.verify().",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True)
