@@ -70,17 +70,15 @@ def check_torch_release(release: str = str(torch.__version__)) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Hidden:
-    """Modules that are the user's own: no parts of the module that refers to them, into which the exporter looks."""
-
-    modules: Mapping[str, Sequence[nn.Module]]
-
-
 @dataclass
 class _LossInput:
-    """The type of what the loss is given, and the places of the tensors in the model's output that it is not given."""
+    """The type of what the loss is given, and the places of the tensors in the model's output that it is not given.
 
+    `readable` are the user's own modules, by path, which the loss may read. They are here and not in the traced module,
+    whose parts the exporter would take them for.
+    """
+
+    readable: Mapping[str, Sequence[nn.Module]]
     type: str = "Tensor"
     left_out: tuple[str, ...] = ()
 
@@ -97,7 +95,7 @@ class _TracedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.loss, self.constants = model, loss, constants
-        self.readable, self.loss_input = _Hidden(readable), _LossInput()
+        self.loss_input = _LossInput(readable)
         if loss is None:
             self.eval()
 
@@ -128,7 +126,7 @@ class _TracedModel(nn.Module):
         """Return the loss, and what it was given of the model's answer."""
         first = next(iter(collect_tensors(get_prediction(answer)).values()), None)
         try:
-            with refuse_stored_tensors(self.constants.stored, self.readable.modules):
+            with refuse_stored_tensors(self.constants.stored, self.loss_input.readable):
                 return call_loss(loss, answer, labels)
         except TraceError:
             raise

@@ -83,9 +83,6 @@ class CalibrationTimes:
     spread: float = 0.0
 
 
-_UNSEEN = CalibrationTimes(0.0, ())
-
-
 class CalibrationRun:
     """The training of one calibration recipe on this rank; all ranks make the same calls."""
 
@@ -171,7 +168,7 @@ class RunComparison:
 
     recipe: Recipe
     all_cores: bool = False
-    seen: CalibrationTimes = _UNSEEN
+    seen: CalibrationTimes = CalibrationTimes(0.0, ())
 
     def __post_init__(self) -> None:
         graph, plan = self.recipe.graph, self.recipe.plan

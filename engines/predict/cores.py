@@ -246,3 +246,6 @@ class SharedCores:
 
     def advance_to(self, now: float) -> Sequence[int]:
         return [rank for host in self._hosts.values() for rank in host.advance_to(now)]
+
+
+Cores = DedicatedCores | SharedCores

@@ -12,7 +12,7 @@ from functools import partial
 from random import Random
 
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.predict.cores import DedicatedCores, SharedCores
+from mpi4dl_nb.engines.predict.cores import Cores, DedicatedCores, SharedCores
 from mpi4dl_nb.engines.predict.cost import (
     Action,
     ComputeWork,
@@ -59,8 +59,8 @@ def simulate(
         ranks.append((program, actions, [sum(part.bytes for part in count_sent(step)) for step in program.effects]))
     states = [_RankState(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
     counts = {state.rank: count for state, count in zip(states, list(threads) * copies, strict=True)}
-    processors = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()
-    return _Simulation(states, processors, prices, len(programs)).run()
+    cores = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()
+    return _Simulation(states, cores, prices, len(programs)).run()
 
 
 @dataclass
@@ -113,15 +113,9 @@ class _Simulation:
     # a waiting rank in `expected`. Routes count the messages of one sender, receiver and tag, so that they match in
     # order, as they do in MPI.
 
-    def __init__(
-        self,
-        states: Sequence[_RankState],
-        processors: DedicatedCores | SharedCores,
-        prices: CostModel,
-        replica_ranks: int,
-    ) -> None:
+    def __init__(self, states: Sequence[_RankState], cores: Cores, prices: CostModel, replica_ranks: int) -> None:
         self.states = {state.rank: state for state in states}
-        self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
+        self.cores, self.prices, self.replica_ranks = cores, prices, replica_ranks
         self.machine, self.links = prices.machine, LinkQueues(prices.machine)
         self.now = 0.0
         self.running = {state.rank: self._run_rank(state) for state in states}
@@ -142,12 +136,12 @@ class _Simulation:
             # Run all ready ranks before time advances: their sends and joins may schedule earlier events.
             while self.ready:
                 next(self.running[self.ready.popleft()], None)
-            then = min(self.processors.find_next_end(), self.later[0][0] if self.later else math.inf)
+            then = min(self.cores.find_next_end(), self.later[0][0] if self.later else math.inf)
             if then == math.inf:
                 break
             self.now = max(self.now, then)
             # The cores advance first, so that the events at `now` see the state of the cores at that time.
-            self.ready.extend(self.processors.advance_to(self.now))
+            self.ready.extend(self.cores.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
                 heapq.heappop(self.later)[2]()
         # Nothing more will happen: a rank that is not at its end waits for a message or all-reduce that never comes.
@@ -168,7 +162,7 @@ class _Simulation:
 
     def _end_wait(self, rank: int) -> None:
         """Resume a rank whose wait is over, or delay it by `resume_s` because others occupy all cores."""
-        if self.machine.resume_s and self.processors.is_saturated(rank):
+        if self.machine.resume_s and self.cores.is_saturated(rank):
             self._schedule(self.now + self.machine.resume_s, partial(self.ready.append, rank))
         else:
             self.ready.append(rank)
@@ -224,7 +218,7 @@ class _Simulation:
             jitter = self.machine.jitter
             # An exponential share with mean 1 keeps the mean duration, but of several ranks the slowest counts.
             drawn = work.scale(1 - jitter + jitter * state.random.expovariate(1.0)) if jitter else work
-            self.processors.start(state.rank, drawn, self.now)
+            self.cores.start(state.rank, drawn, self.now)
         return work.seconds <= 0
 
     def _post_send(self, route: Route, count: int) -> None:
