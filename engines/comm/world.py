@@ -209,6 +209,14 @@ def receive_value(world: World, peer: int) -> Any:
 Made = TypeVar("Made")
 
 
+def _attempt(work: Callable[[], Made], *failures: type[Exception]) -> tuple[Made | None, Exception | None]:
+    """Return what `work` makes, or one of the expected failures."""
+    try:
+        return work(), None
+    except failures as failure:
+        return None, failure
+
+
 def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
     """Return what `work` makes on this rank; collective. If it fails on one rank, every rank raises its error.
 
@@ -219,14 +227,9 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
     #   rank 1: work succeeds    None ------------+--> all_gather: both raise kind("no such file")
     #
     # Without this exchange, rank 1 would go on to its next collective call, and wait there for rank 0.
-    result: Made | None = None
-    failure: Mpi4dlError | None = None
-    try:
-        result = work()
-    except Mpi4dlError as error:
-        failure = error
-    except OSError as error:
-        failure = kind(str(error) or type(error).__name__)
+    result, failure = _attempt(work, Mpi4dlError, OSError)
+    if isinstance(failure, OSError):
+        failure = kind(str(failure) or type(failure).__name__)
     for first_failure in filter(None, all_gather_or_raise(world, failure, failure)):
         if failure:
             raise copy(first_failure) from None
@@ -236,13 +239,7 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
 
 def run_on_first(world: World, work: Callable[[], Made]) -> Made:
     """Return on every rank what `work` makes on rank 0; collective. If it fails there, every rank raises its error."""
-    result: Made | None = None
-    failure: Mpi4dlError | None = None
-    if world.rank == 0:
-        try:
-            result = work()
-        except Mpi4dlError as error:
-            failure = error
+    result, failure = _attempt(work, Mpi4dlError) if world.rank == 0 else (None, None)
     outcome = all_gather_or_raise(world, failure or result, failure)[0]
     if isinstance(outcome, Mpi4dlError):
         if failure:  # on rank 0: its own error, with its traceback

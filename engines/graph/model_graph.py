@@ -325,11 +325,8 @@ def check_synced_norms(graph: ModelGraph, plan: Plan) -> None:
         f"{min(graph.synced)} is an nn.SyncBatchNorm, which normalises by the statistics of the whole batch of a step"
     )
     if plan.micro_batches > plan.data_parallel:
-        chosen = ", ".join(
-            f"{name}={value!r}"
-            for name, value in plan.chosen.items()
-            if OPTIONS[name].divides == "step" and name != "data_parallel"
-        )
+        divided = {name: value for name, value in plan.chosen.items() if OPTIONS[name].divides == "step"}
+        chosen = ", ".join(f"{name}={value!r}" for name, value in divided.items() if name != "data_parallel")
         raise PlanError(
             f"{first}, but {chosen} computes its micro-batches one after another: the first would need the last. Use "
             "replicas (data_parallel) of one micro-batch each, or nn.BatchNorm2d, which normalises each micro-batch."

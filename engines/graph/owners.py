@@ -22,11 +22,10 @@ def iterate_owners(*owners: object) -> Iterator[tuple[str, nn.Module]]:
 
 def collect_buffers(*owners: object) -> dict[str, Tensor]:
     """Return the buffers of a model and its loss, by their names in the trace."""
-    return {
-        prefix + name: buffer
-        for prefix, owner in iterate_owners(*owners)
-        for name, buffer in owner.named_buffers(remove_duplicate=False)
-    }
+    buffers: dict[str, Tensor] = {}
+    for prefix, owner in iterate_owners(*owners):
+        buffers |= {prefix + name: buffer for name, buffer in owner.named_buffers(remove_duplicate=False)}
+    return buffers
 
 
 def iterate_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, str]]:

@@ -103,10 +103,9 @@ class _TracedModel(nn.Module):
         with watch_forward(self, self.constants):
             before = collect_attributes(self.model)
             answer = self.model(images)
+            after = collect_attributes(self.model).items()
             self.constants.stored[:] = [
-                name
-                for name, now in collect_attributes(self.model).items()
-                if list(map(id, now)) != list(map(id, before.get(name, ())))
+                name for name, now in after if [*map(id, now)] != [*map(id, before.get(name, ()))]
             ]
             if self.loss is None or labels is None:
                 return tuple(collect_tensors(get_prediction(answer)).values())

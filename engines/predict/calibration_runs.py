@@ -179,13 +179,10 @@ class RunComparison:
     def estimate_work_s(self, machine: Machine) -> NDArray[np.float64]:
         """Return the predicted seconds of computation of each step, rank after rank, while all ranks are busy."""
         prices, slow = CostModel(machine), partial(machine.compute_slowdown, len(self.programs))
-        return np.array(
-            [
-                sum(action.seconds * slow(action.crowded) for action in step if isinstance(action, ComputeWork))
-                for rank in zip(self.programs, self.tallies, strict=True)
-                for step in build_step_actions(*rank, prices, 1, recompute=False)
-            ]
-        )
+        ranks = zip(self.programs, self.tallies, strict=True)
+        steps = chain(*(build_step_actions(*rank, prices, 1, recompute=False, offload=False) for rank in ranks))
+        work = ([action for action in step if isinstance(action, ComputeWork)] for step in steps)
+        return np.array([sum(action.seconds * slow(action.crowded) for action in actions) for actions in work])
 
     def estimate_total_s(self, machine: Machine, kind: str) -> float:
         """Return the predicted seconds of all instructions of a kind, summed over the ranks."""

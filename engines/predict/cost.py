@@ -95,12 +95,7 @@ Action = ComputeWork | PostSend | WaitMessage | CopyMessage | JoinAllReduce | Wa
 
 
 def build_step_actions(
-    program: Program,
-    tally: RankTally,
-    machine: Machine | CostModel,
-    threads: int,
-    recompute: bool,
-    offload: bool = False,
+    program: Program, tally: RankTally, machine: Machine | CostModel, threads: int, recompute: bool, offload: bool
 ) -> list[tuple[Action, ...]]:
     """Return the actions of the rank in each step of its program, in order.
 

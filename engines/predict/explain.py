@@ -168,10 +168,8 @@ class Explanation:
         The best kind is first, then the better ones before the worse ones, then those that do not fit.
         """
         chosen = self.best
-        others = sorted(
-            (verdict for verdict in self.verdicts if verdict is not chosen),
-            key=lambda verdict: (verdict.plan is None, not verdict.fits, -verdict.share),
-        )
+        others = [verdict for verdict in self.verdicts if verdict is not chosen]
+        others.sort(key=lambda verdict: (verdict.plan is None, not verdict.fits, -verdict.share))
         sentences = [self._describe_other(verdict) for verdict in others]
         if chosen and chosen.best:
             best, ranks = chosen.best, format_count(self.ranks, "rank")

@@ -144,15 +144,13 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
     places = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     result_places = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
     kept = {get_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-    outputs = tuple(
-        KernelOutput(
-            LocalTensor.describe(tensor), tensor.untyped_storage().nbytes(), places.get(get_storage_id(tensor))
-        )
-        for tensor in results
-    )
+    outputs = []
+    for tensor in results:
+        shares, size = places.get(get_storage_id(tensor)), tensor.untyped_storage().nbytes()
+        outputs.append(KernelOutput(LocalTensor.describe(tensor), size, shares))
     passes, back_bytes = _infer_backward(results, tensors)
     return KernelEffect(
-        outputs,
+        tuple(outputs),
         several,
         saves=frozenset(places[memory] for memory in kept if memory in places),
         saves_made=frozenset(result_places[memory] for memory in kept.keys() & result_places.keys() - places.keys()),

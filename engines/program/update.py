@@ -180,11 +180,8 @@ def update_buffers(
         # The batches seen by batch norms whose running statistics are the mean over all batches, by counter.
         moves = Counter(entry.counter for entry in update.statistics if entry.counter)
         seen = {name: int(buffers[name]) for name in moves}
-        new = {
-            entry.counter: update.counters[entry.counter] // (moves[entry.counter] * len(rows))
-            for entry, rows in counted
-            if entry.counter
-        }
+        counters = [(entry.counter, len(rows)) for entry, rows in counted if entry.counter]
+        new = {name: update.counters[name] // (moves[name] * count) for name, count in counters}
         # Micro-batch by micro-batch over all entries, as a sequential model would update them; what backward recomputes
         # comes after the forward passes of all micro-batches.
         most = max((len(rows) for _, rows in counted), default=0)

@@ -83,12 +83,10 @@ class Worker:
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = list(select_kind(program.forward, Exchange))
         runners = make_exchange_runners(exchanges, world, self.device, self._send_queue)
-        segments = {
-            item.name: make_segment(item, owned, rooms)
-            for way in program.direction_programs.values()
-            for rooms in [find_output_allocators(way, runners)]
-            for item in select_kind(way.forward, Compute)
-        }
+        segments: dict[str, Segment] = {}
+        for way in program.direction_programs.values():
+            rooms = find_output_allocators(way, runners)
+            segments |= {item.name: make_segment(item, owned, rooms) for item in select_kind(way.forward, Compute)}
         self.runtime = Runtime(world, runners, segments, keeps_graphs)
         self.restart({})
 

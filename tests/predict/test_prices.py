@@ -241,7 +241,7 @@ def test_a_message_that_leaves_one_way_is_not_packed():
 
 
 def _sum_work_s(program, counted, machine: Machine) -> float:
-    (actions,) = build_step_actions(program, counted, machine, 1, recompute=False)
+    (actions,) = build_step_actions(program, counted, machine, 1, recompute=False, offload=False)
     return sum(action.seconds for action in actions if isinstance(action, ComputeWork))
 
 
@@ -252,5 +252,5 @@ def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(copies, cache
     works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
     program, counted = make_rank(1, works, {"a": 2, "b": 2})
     machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_copies=copies)
-    _, first, second = build_step_actions(program, counted, machine, 1, recompute=False)
+    _, first, second = build_step_actions(program, counted, machine, 1, recompute=False, offload=False)
     assert [sum(action.seconds for action in step) for step in (first, second)] == [2 + more_s, 2]

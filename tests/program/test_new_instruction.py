@@ -156,7 +156,7 @@ def test_its_bytes_and_seconds_are_forecast(case: Case):
         longer, _ = simulate_memory(program, tally, PLAN, 0)
         shorter, _ = simulate_memory(before, build_tally(before, case.recipe.graph), PLAN, 0)
         assert longer.total - shorter.total == 2 * 8 * PLAN.ranks  # of both micro-batches, to the end of the step
-        actions = build_step_actions(program, tally, machine, threads=1, recompute=False)
+        actions = build_step_actions(program, tally, machine, threads=1, recompute=False, offload=False)
         joins = [
             each.bytes
             for step, done in zip(program.steps, actions, strict=True)
