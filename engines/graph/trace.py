@@ -103,10 +103,8 @@ class _TracedModel(nn.Module):
         with watch_forward(self, self.constants):
             before = collect_attributes(self.model)
             answer = self.model(images)
-            after = collect_attributes(self.model).items()
-            self.constants.stored[:] = [
-                name for name, now in after if [*map(id, now)] != [*map(id, before.get(name, ()))]
-            ]
+            after = {name: [*map(id, tensors)] for name, tensors in collect_attributes(self.model).items()}
+            self.constants.stored[:] = [name for name, ids in after.items() if ids != [*map(id, before.get(name, ()))]]
             if self.loss is None or labels is None:
                 return tuple(collect_tensors(get_prediction(answer)).values())
             loss, loss_input = self._compute_loss(self.loss, answer, images, labels)
