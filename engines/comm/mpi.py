@@ -79,6 +79,9 @@ def _free_requests(requests: Iterable[MPI.Request]) -> None:
             request.Free()
 
 
+Staged = Sequence[tuple[Tensor, Tensor]]
+
+
 class _Requests:
     """MPI requests in flight. Results staged through the host are copied to their device on completion.
 
@@ -86,13 +89,9 @@ class _Requests:
     """
 
     def __init__(
-        self,
-        requests: Sequence[MPI.Request],
-        staged: Sequence[tuple[Tensor, Tensor]],
-        world: MpiWorld,
-        buffers: Sequence[Tensor] = (),
+        self, world: MpiWorld, requests: Sequence[MPI.Request], buffers: Sequence[Tensor], staged: Staged = ()
     ) -> None:
-        self.requests, self.staged, self.world, self.buffers = list(requests), staged, world, buffers
+        self.world, self.buffers, self.staged, self.requests = world, buffers, staged, list(requests)
 
     def __del__(self) -> None:
         """After a failure nothing waits for these requests: keep their buffers for as long as MPI may use them."""
@@ -141,7 +140,7 @@ class _PersistentRequests:
         self.world, self.sends, self.receives = world, sends, receives
         self.comm: MPI.Comm | None = None
         self.requests: list[MPI.Prequest] = []
-        self.pending = _Requests([], [], world)
+        self.pending = _Requests(world, [], [])
 
     def __call__(self) -> _Requests:
         with self.world:
@@ -150,7 +149,7 @@ class _PersistentRequests:
                 self.requests = [comm.Recv_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
                 self.requests += [comm.Send_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
                 buffers = [message.tensor for message in (*self.receives, *self.sends)]
-                self.comm, self.pending = comm, _Requests(self.requests, [], self.world, buffers)
+                self.comm, self.pending = comm, _Requests(self.world, self.requests, buffers)
             _wait_for_streams(self.pending.buffers)
             MPI.Prequest.Startall(self.requests)
         return self.pending
@@ -202,7 +201,7 @@ class MpiWorld(World):
         _wait_for_streams(buffers)
         staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
         # An interrupt may come between two messages: those that MPI has begun are in `pending`, with their buffers.
-        pending = _Requests([], staged, self, buffers)
+        pending = _Requests(self, [], buffers, staged)
         with self:
             # Receives first: a message whose receive is posted needs no buffer inside MPI.
             for message, host in incoming:

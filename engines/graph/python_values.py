@@ -120,7 +120,8 @@ class TracedValues:
 def iterate_plain_attributes(owner: nn.Module) -> Iterator[tuple[nn.Module, str, Any, str]]:
     """Yield, as `iterate_attributes`, the plain attributes of all modules, except those that forward sets."""
     for module, name, value, path in iterate_attributes(owner):
-        if name not in _OWN_NAMES and name not in _find_stored(type(module)) and _is_plain(value):
+        kind: type = type(module)
+        if name not in _OWN_NAMES and name not in _find_stored(kind) and _is_plain(value):
             yield module, name, value, path
 
 
@@ -130,10 +131,11 @@ def _read_containers(owner: nn.Module, what: str, seen: set[int]) -> Iterator[_R
     Those that forward sets or writes to are left out, as in `iterate_plain_attributes`.
     """
     for module, name, value, path in iterate_attributes(owner):
+        kind: type = type(module)
         # A hook before forward may set it in each run, as that of torch.nn.utils.spectral_norm sets the weight.
         if name in _OWN_NAMES or _is_plain(value) or (isinstance(value, Tensor) and module._forward_pre_hooks):
             continue
-        if name not in _find_stored(type(module)) | _find_filled(type(module)):
+        if name not in _find_stored(kind) | _find_filled(kind):
             yield from _read_value(vars(module), name, value, path, what, seen)
 
 

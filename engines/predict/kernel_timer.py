@@ -38,6 +38,8 @@ from mpi4dl_nb.engines.program.kernels import get_kernel
 KernelCall = tuple[str, tuple[Any, ...]]
 """A kernel's name and its arguments."""
 
+Clock = Callable[[], float]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
@@ -175,11 +177,7 @@ class KernelTimer:
     """
 
     def __init__(
-        self,
-        calls: Sequence[KernelCall],
-        late: float = 0.0,
-        clock: Callable[[], float] = time.thread_time,
-        separate: bool = False,
+        self, calls: list[KernelCall], late: float = 0.0, clock: Clock = time.thread_time, separate: bool = False
     ) -> None:
         self.timed = [KernelTimes() for _ in calls]
         self._clock, self._separate = clock, separate
@@ -274,7 +272,7 @@ def measure_median_seconds(work: Callable[[], object], times: int = 5) -> float:
     return statistics.median(measure_seconds(work, times, time.thread_time))
 
 
-def measure_seconds(work: Callable[[], object], times: int, clock: Callable[[], float]) -> list[float]:
+def measure_seconds(work: Callable[[], object], times: int, clock: Clock) -> list[float]:
     """Return the seconds of each run of `work`, after one warm-up run that does not count."""
     work()
     return timeit.repeat(work, timer=clock, repeat=times, number=1)

@@ -259,9 +259,9 @@ def resolve_machine(asked: Machine | str) -> Machine:
     >>> resolve_machine("Summit").node_ranks
     6
     """
-    if isinstance(asked, Machine):
-        return asked
     if isinstance(asked, str) and asked in MACHINES:
         return MACHINES[asked]
+    if isinstance(asked, Machine):
+        return asked
     text = describe_unknown(f"There is no machine {asked!r}", asked, MACHINES)
     raise PlanError(f"{text} calibrate() measures this one.")

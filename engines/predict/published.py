@@ -72,8 +72,7 @@ _HALOS = (
 )
 
 # ResNet-1k
-_GEMS_PLAN = Plan(split_size=8, spatial_size=0, bidirectional=True, schedule="gems", data_parallel=128)
-_GEMS = StudyRun(RESNET_1K, 512, 1, _GEMS_PLAN, "Lassen")
+_GEMS = StudyRun(RESNET_1K, 512, 1, replace(_LAYERS, split_size=8, bidirectional=True, schedule="gems"), "Lassen")
 
 # Data parallelism
 _SUMMIT = StudyRun(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=1536), "Summit")
@@ -179,10 +178,7 @@ PUBLISHED: tuple[PublishedResult, ...] = (
         source=f"{TALK}, Distributed TensorFlow on ORNL Summit",
         assumed=("64 images a GPU, as in the same talk's runs of ResNet-50", "synthetic images of 224 x 224"),
         run=_SUMMIT,
-        variants=(
-            RunVariant("32 images a GPU", replace(_SUMMIT, images=32)),
-            RunVariant("128 images a GPU", replace(_SUMMIT, images=128)),
-        ),
+        variants=tuple(RunVariant(f"{images} images a GPU", replace(_SUMMIT, images=images)) for images in (32, 128)),
     ),
     PublishedResult(
         "resnet-50/frontera",
@@ -193,9 +189,8 @@ PUBLISHED: tuple[PublishedResult, ...] = (
         "node)",
         assumed=("64 images a process", "synthetic images of 224 x 224"),
         run=_FRONTERA,
-        variants=(
-            RunVariant("32 images a process", replace(_FRONTERA, images=32)),
-            RunVariant("128 images a process", replace(_FRONTERA, images=128)),
+        variants=tuple(
+            RunVariant(f"{count} images a process", replace(_FRONTERA, images=count)) for count in (32, 128)
         ),
     ),
 )

@@ -25,6 +25,7 @@ from mpi4dl_nb.engines.program.message_buffers import choose_message_device, mak
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState
 
 Scheduler = Callable[[Optimizer], LRScheduler]
+DeviceSum = Callable[[Tensor], NcclAllReduce]
 
 SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """Dynamic loss scaling: initial scale, growth factor, backoff factor, and the good steps before the scale grows."""
@@ -38,11 +39,7 @@ class GradientBucket:
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        bucket: SumGradients,
-        world: World,
-        added: Callable[[Tensor], NcclAllReduce] | None = None,
+        self, weights: Mapping[str, Tensor], bucket: SumGradients, world: World, added: DeviceSum | None = None
     ) -> None:
         #   weights   w0 (stays)   w1 (stays)
         #   grads     own memory  --pack-->  flat [ g0 | g1 ]  --all-reduce in place-->  flat [ sum0 | sum1 ]
