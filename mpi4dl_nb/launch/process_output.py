@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from mpi4dl_nb.engines.comm.output import OutputLine, RateLimiter
 from mpi4dl_nb.engines.server.rank_server import SPOKEN
+from mpi4dl_nb.launch.reaper_process import is_running
 
 if TYPE_CHECKING:
     from ipyparallel.cluster.launcher import LocalProcessLauncher as _Launcher
@@ -28,6 +29,7 @@ else:
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16
 _LAST_S = 0.5  # an ended process's last output is in the pipe, and read in this time
+_CODE_S = 5.0  # an ended process's exit code is fetched in this time
 
 
 class ProcessOutput:
@@ -85,6 +87,14 @@ class CaptureMixin(_Launcher):
             return super().start(*args)
         finally:
             self.written.begin()
+
+    def poll(self) -> Any:
+        """Return the exit code of the process; None while it is running."""
+        if is_running(self.process):
+            return None
+        # A thread of ipyparallel fetches the code. The kernel gives it out once: who asks in between gets none.
+        self._wait_thread.join(_CODE_S)
+        return super().poll()
 
     def get_output(self, remove: bool = False) -> str:
         """Return the end of the output; `remove` has no effect."""

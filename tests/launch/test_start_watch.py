@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from threading import current_thread, main_thread
 
 import psutil
 import pytest
+from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.cluster.mpi_ranks import MpiRanks
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.launch import startup_monitor
 from mpi4dl_nb.launch.cluster_processes import ClusterProcesses
+from mpi4dl_nb.launch.process_output import CaptureMixin, run_in_loop
 from mpi4dl_nb.launch.reaper_process import Reaper, is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
 
@@ -66,6 +69,33 @@ def test_a_start_names_the_helper_that_was_killed(monkeypatch, number):
         f"mpiexec (process {hit[0]}) has ended by signal 9",
     )
     assert told[number] in str(caught.value)
+
+
+def test_the_signal_that_ended_a_helper_is_known_as_soon_as_its_end(monkeypatch):
+    """Whoever asked while another thread had the code, but had not stored it yet, got `unknown`."""
+    wait = psutil._psplatform.Process.wait
+
+    def wait_and_pause(process, timeout=None):
+        code = wait(process, timeout)
+        if current_thread() is not main_thread():
+            time.sleep(0.5)
+        return code
+
+    class Launcher(CaptureMixin, LocalProcessLauncher):
+        pass
+
+    async def start() -> None:
+        launcher.start()
+
+    monkeypatch.setattr(psutil._psplatform.Process, "wait", wait_and_pause)
+    launcher = Launcher()
+    launcher.cmd_and_args = [sys.executable, "-c", "import time; time.sleep(60)"]
+    run_in_loop(start())
+    assert launcher.poll() is None
+    os.kill(launcher.pid, signal.SIGKILL)
+    while (code := launcher.poll()) is None:
+        time.sleep(0.01)
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.nightly
