@@ -170,13 +170,7 @@ def end_loop(host: RankServer, name: str) -> int:
 
 
 def begin_evaluation(
-    host: RankServer,
-    training: str,
-    steps: int,
-    name: str,
-    recipe: Recipe,
-    labels: TensorSpec,
-    images: LabelledImages,
+    host: RankServer, training: str, steps: int, name: str, recipe: Recipe, labels: TensorSpec, images: LabelledImages
 ) -> None:
     trained = get_training(host, training, steps)
     host.get_kept(RankPrediction)[name] = RankEvaluation(host.world, trained, recipe, labels, images)
@@ -187,13 +181,7 @@ def begin_prediction(host: RankServer, training: str, steps: int, name: str, rec
 
 
 def begin_tiled_prediction(
-    host: RankServer,
-    training: str,
-    steps: int,
-    name: str,
-    recipe: Recipe,
-    request: PredictionRequest,
-    sink: MakeSink,
+    host: RankServer, training: str, steps: int, name: str, recipe: Recipe, request: PredictionRequest, sink: MakeSink
 ) -> int:
     """Prepare the prediction of a picture, and return its number of rounds."""
     weights = get_training(host, training, steps).held

@@ -98,14 +98,7 @@ def warn_of_gpus(call: CallRanks, device: str) -> None:
         )
 
 
-def _measure(
-    call: CallRanks,
-    n: int,
-    recipes: CalibrationRecipes,
-    quick: bool,
-    progress: bool,
-    text: str,
-) -> Machine:
+def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, progress: bool, text: str) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
     call(rank_functions.start_calibration, recipes, quick)
     machine: Any = None  # after each part, as far as it is known then

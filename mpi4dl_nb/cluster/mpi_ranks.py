@@ -104,11 +104,7 @@ class _Launcher(CaptureMixin, MPIEngineSetLauncher):
     def find_args(self) -> list[str]:
         if self._across is None:
             return super().find_args()
-        return [
-            *self.mpi_cmd,
-            *self.mpi_args,
-            *self._across.make_engine_flags([*self.program, *self.program_args]),
-        ]
+        return [*self.mpi_cmd, *self.mpi_args, *self._across.make_engine_flags([*self.program, *self.program_args])]
 
     def start(self, n: int) -> Any:
         self.environment = {**self.environment, **make_mpi_environment(n, self._home)}
@@ -196,11 +192,7 @@ class MpiRanks:
             far.send_files(keys, info["registration"], cluster.cluster_id)
         run_in_loop(
             cluster.start_engines(
-                mpi=self._mpi,
-                home=str(self._place.home),
-                across=far,
-                environment=environment,
-                on_line=self._parse_line,
+                mpi=self._mpi, home=str(self._place.home), across=far, environment=environment, on_line=self._parse_line
             )
         )
         self._register(cluster.engine_set)

@@ -253,12 +253,7 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
 
 
 def _draw_group(
-    figure: Drawing,
-    view: StepView,
-    group: PanelGroup,
-    places: Sequence[tuple[int, int]],
-    box: FigureBox,
-    focus: int,
+    figure: Drawing, view: StepView, group: PanelGroup, places: Sequence[tuple[int, int]], box: FigureBox, focus: int
 ) -> None:
     left, bottom, width, height = box
     wide_in, high_in = figure.get_size_inches()

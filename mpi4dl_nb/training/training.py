@@ -37,9 +37,7 @@ from mpi4dl_nb.engines.train.history import History
 from mpi4dl_nb.engines.train.optimiser_trial import count_states
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.step_report import build_timeline
-from mpi4dl_nb.engines.train.training import (
-    cut_inputs,
-)
+from mpi4dl_nb.engines.train.training import cut_inputs
 from mpi4dl_nb.engines.train.training_events import Scores
 from mpi4dl_nb.engines.train.verify import (
     STEPS,
@@ -50,14 +48,7 @@ from mpi4dl_nb.engines.train.verify import (
     with_small_loss_scale,
 )
 from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
-from mpi4dl_nb.training.batches import (
-    Batch,
-    check_batches,
-    copy_batch,
-    count_images,
-    make_repeatable,
-    prepare_batch,
-)
+from mpi4dl_nb.training.batches import Batch, check_batches, copy_batch, count_images, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, check_callback, fit
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop, choose_resume_state, is_images
 from mpi4dl_nb.training.prediction import Evaluator, predict_batch, predict_picture
