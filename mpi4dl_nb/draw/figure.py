@@ -81,12 +81,9 @@ class Drawing(Figure):
         >>> Drawing().outline_paper()
         'polygon(evenodd, 0% 0%, 100% 0%, 100% 100%, 0% 100%, 0% 0%)'
         """
-        kinds = (AxesImage, QuadMesh)  # a colour bar is the latter
-        boxes = [
-            axes.get_position()
-            for axes in self.get_axes()
-            if any(isinstance(artist, kinds) for artist in axes.get_children())
-        ]
+        kinds = AxesImage, QuadMesh  # a colour bar is the latter
+        coloured = (axes for axes in self.get_axes() if any(isinstance(part, kinds) for part in axes.get_children()))
+        boxes = [axes.get_position() for axes in coloured]
         # One line around the figure, and from its corner around each hole and back.
         loops = [(0.0, 1.0, 1.0, 0.0), *((box.x0, box.y1, box.x1, box.y0) for box in boxes)]
         corners = [

@@ -42,6 +42,8 @@ class HaloPoint(FactTable):
     computed: Mapping[int, Tile] = field(default_factory=dict)
 
     caption = "Halo exchange"
+    unit = "px of this layer"  # of rows and columns
+    halo_words = "halo: what this tile borrows"  # in a legend
 
     @property
     def facts(self) -> dict[str, object]:
@@ -66,8 +68,7 @@ class HaloPoint(FactTable):
     @property
     def reads_image(self) -> bool:
         """Whether the value is the image itself."""
-        sources = {exchange.source for exchange in self.exchanges.values()}
-        return not self.readers or "images" in sources
+        return not self.readers or any(exchange.source == "images" for exchange in self.exchanges.values())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -135,19 +136,9 @@ class HaloPoint(FactTable):
         return next(iter(self.exchanges.values())).compute_bytes(moves) if moves else 0
 
     @property
-    def unit(self) -> str:
-        """The unit of rows and columns."""
-        return "px of this layer"
-
-    @property
     def verb(self) -> str:
         """What happens to the pixels of other tiles."""
         return "computed twice" if self.computed else "borrowed"
-
-    @property
-    def halo_words(self) -> str:
-        """What a legend calls the pixels of other tiles."""
-        return "halo: what this tile borrows"
 
     @property
     def owner_form(self) -> str:

@@ -5,7 +5,7 @@ All of it is on the page before anybody points at a pixel: the page looks it up,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
-from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
+from mpi4dl_nb.draw.picture_reach import describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
@@ -46,69 +46,50 @@ class LayerTables:
 def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequence[HaloPoint]) -> LayerTables:
     """Return the tables of `points`; without a model (`layers` None) the outputs are the pixels of the picture."""
     facts: list[dict[str, Any]] = []
-    parts: list[NDArray[np.int32]] = []
-    at = 0
+    parts: list[NDArray[Any]] = []
     for point in points:
         of_model = layers if point.readers else None  # else the point is the picture itself
         reach = None if of_model is None else make_reach(of_model, point, picture)
         spans = tuple(map(FieldSpans.whole, point.size_px)) if of_model is None else of_model.get_spans(point)
-        tables = list(_make_tables(point, reach, spans))
-        pieces = [move for rank in point.ranks.ranks for move in point.find_halo(rank)]
-        rows, cols = point.size_px
+        ranks, numbers, (rows, cols) = point.ranks.ranks, point.numbers, point.size_px
+        pieces = [(move, rank) for rank in ranks for move in point.find_halo(rank)]
         out_rows, out_cols = (len(axis.starts) for axis in spans) if spans else (0, 0)
+        why = "" if of_model is None else explain_no_reach(of_model, point)
+        words = []
+        for rank in ranks:
+            lines = describe_tile(point, rank, picture)
+            lines += describe_reach(reach, rank, picture.microns_per_px) if reach else filter(None, [why])
+            words.append([f"{line}." for line in lines])
         facts.append(
             {
-                "at": at,
+                "at": sum(map(len, parts)),
                 "title": format_title(picture, point).replace("\n", " · "),
                 "operator": point.operator if point.readers else "",
                 "stage": point.stage,
                 "grid": list(point.ranks.grid),
-                "ranks": list(point.ranks.ranks),
+                "ranks": list(ranks),
                 "rows": rows,
                 "columns": cols,
                 "out_rows": out_rows,
                 "out_columns": out_cols,
                 "pixel_bytes": point.pixel_bytes,
                 "pieces": len(pieces),
-                "moves": [] if point.computed else [point.describe_move(move) for move in pieces],
+                "moves": [] if point.computed else [point.describe_move(move) for move, _ in pieces],
                 "computed": bool(point.computed),
                 "reach": reach is not None or of_model is None,
+                "words": words,
             }
         )
-        why = "" if of_model is None else explain_no_reach(of_model, point)
-        facts[-1]["words"] = []
-        for rank in point.ranks.ranks:
-            lines = describe_tile(point, rank, picture)
-            lines += describe_reach(reach, rank, picture.microns_per_px) if reach else filter(None, [why])
-            facts[-1]["words"].append([f"{line}." for line in lines])
-        parts.extend(tables)
-        at += sum(table.size for table in tables)
-    joined = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
-    return LayerTables(tuple(facts), joined.astype("<i4"))
-
-
-def _make_tables(
-    point: HaloPoint, reach: PictureReach | None, spans: Sequence[FieldSpans]
-) -> Iterator[NDArray[np.int32]]:
-    whole = Tile.whole(*point.size_px)
-    yield _to_rows(point.tiles.values())
-    yield _to_rows([point.get_window(rank) & whole for rank in point.ranks.ranks])
-    yield np.array(
-        [
-            (point.numbers[move.source], point.numbers[rank], *move.tile.sides)
-            for rank in point.ranks.ranks
-            for move in point.find_halo(rank)
-        ],
-        np.int32,
-    ).reshape(-1, 6)
-    yield _to_rows(reach.seen.values() if reach else point.tiles.values())
-    for axis in spans:
-        empty = axis.stops <= axis.starts
-        yield np.stack([np.where(empty, 0, axis.starts), np.where(empty, 0, axis.stops)], axis=1).astype(np.int32)
-
-
-def _to_rows(tiles: Any) -> NDArray[np.int32]:
-    return np.array([tile.sides for tile in tiles], np.int32).reshape(-1, 4)
+        tables = (
+            [tile.sides for tile in point.tiles.values()],
+            [(point.get_window(rank) & Tile.whole(rows, cols)).sides for rank in ranks],
+            [(numbers[move.source], numbers[rank], *move.tile.sides) for move, rank in pieces],
+            [tile.sides for tile in (reach.seen if reach else point.tiles).values()],
+            # What depends on nothing has a start beyond its stop: here both are 0.
+            *(np.where(axis.starts < axis.stops, (axis.starts, axis.stops), 0).T for axis in spans),
+        )
+        parts += map(np.ravel, tables)
+    return LayerTables(tuple(facts), np.concatenate([np.zeros(0), *parts]).astype("<i4"))
 
 
 def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> list[dict[str, Any]]:

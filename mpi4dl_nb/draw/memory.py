@@ -167,9 +167,8 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int, peak_bytes: int) 
     axes.axvline(limit, **look)
     on_left = limit > 0.5 * axes.get_xlim()[1]
     style: Style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": look["color"]}
-    anchor: Style = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3)}
-    anchor["textcoords"] = "offset points"
-    axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), **anchor, **style)
+    style |= {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), (-4 if on_left else 4, 3), **style)
 
 
 def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -> None:
@@ -180,17 +179,14 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -
     backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
     edges = [step + 0.5 for step in range(len(steps) + 1)]
     axes.stairs(held, edges, baseline=None, color=BLUE, linewidth=1.8, zorder=3)
-    top = 1.25 * moment.bytes / size
-    where = [*backward, backward[-1]]
+    top, where = 1.25 * moment.bytes / size, [*backward, backward[-1]]
     axes.fill_between(edges, 0, top, where=where, step="post", color="#ececec", linewidth=0, zorder=0)
-    instruction = moment.step + 1
-    axes.plot(
-        [instruction], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5
-    )
+    instruction, height = moment.step + 1, moment.bytes / size
+    axes.plot(instruction, height, marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5)
     on_left = instruction > 0.6 * len(steps)
     style: Style = {"ha": "right" if on_left else "left", "fontsize": 9, "color": INK, "path_effects": CASING}
     text, offset = f"{format_bytes(moment.bytes)} in instruction {instruction}", (-9 if on_left else 9, 6)
-    axes.annotate(text, (instruction, moment.bytes / size), offset, textcoords="offset points", **style)
+    axes.annotate(text, (instruction, height), offset, textcoords="offset points", **style)
     axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(0, top))
     axes.set_xlabel("instructions of the rank's program, in their order; grey: backward", fontsize=10)
 

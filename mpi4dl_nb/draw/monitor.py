@@ -67,8 +67,9 @@ def show_progress(progress: Progress) -> Drawing:
     _draw_rows(memory, "memory after the last step", list(held), {"memory": MEMORY}, sizes, texts)
     if used:
         draw_legend(figure, list(LOOKS.values()))
-    for axes in () if used else (use, memory):  # before the first step there are no bars, and no names of bars
-        axes.remove()
+    else:  # before the first step there are no bars, and no names of bars
+        use.remove()
+        memory.remove()
     # The figure is drawn less often than the numbers above it, so that it says of which step it is.
     step = f"after step {len(progress.losses)}" if progress.losses else ""
     figure.text(0.99, 0.02, step, ha="right", va="bottom", fontsize=9, color=INK)
@@ -257,14 +258,11 @@ def _format_table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[st
         return ""
     cell = 'style="text-align:right;padding:0 0.6em"'
     first = 'style="text-align:left;padding:0 0.6em 0 0;font-weight:normal"'
-    head = "".join(
-        f'<th scope="col" {cell if column else first}>{escape(name)}</th>' for column, name in enumerate(heads)
-    )
-    body = "".join(
-        f'<tr><th scope="row" {first}>{escape(name)}</th>'
-        + "".join(f"<td {cell}>{escape(v)}</td>" for v in values)
-        + "</tr>"
-        for name, *values in rows
-    )
+    styles = first, *[cell] * len(rows[0])
+    head = "".join(f'<th scope="col" {style}>{escape(name)}</th>' for style, name in zip(styles, heads, strict=False))
+    body = ""
+    for name, *values in rows:
+        cells = "".join(f"<td {cell}>{escape(text)}</td>" for text in values)
+        body += f'<tr><th scope="row" {first}>{escape(name)}</th>{cells}</tr>'
     words = f'<caption style="text-align:left;font-weight:bold">{caption}</caption>'
     return f"<table>{words}<tr>{head}</tr>{body}</table>"

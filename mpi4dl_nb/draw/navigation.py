@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import count, product
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -76,10 +76,7 @@ def count_levels(picture: Picture) -> int:
     >>> count_levels(open_image(np.zeros((600, 1000, 3), np.uint8)))
     3
     """
-    levels = 1
-    while TILE_PX << (levels - 1) < max(picture.shape()):
-        levels += 1
-    return levels
+    return next(level for level in count(1) if TILE_PX << (level - 1) >= max(picture.shape()))
 
 
 def encode_tile(picture: Picture, level: int, row: int, col: int) -> bytes:
@@ -234,9 +231,7 @@ def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
     (49, 20)
     """
     bounds = grid.get_tile(tile, *size_px)
-    row, col = (
-        min(max(px, span.start), span.stop - 1) for px, span in zip(at, (bounds.rows, bounds.cols), strict=True)
-    )
+    row, col = (min(max(px, span.start), span.stop - 1) for px, span in zip(at, bounds, strict=True))
     return row, col
 
 
@@ -246,9 +241,8 @@ def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
     >>> find_owner(Grid(2, 2), (50, 20), (100, 100))
     2
     """
-    return next(
-        tile_number for tile_number, tile in enumerate(grid.cut(*size_px)) if at[0] in tile.rows and at[1] in tile.cols
-    )
+    tiles = enumerate(grid.cut(*size_px))
+    return next(index for index, tile in tiles if at[0] in tile.rows and at[1] in tile.cols)
 
 
 def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:

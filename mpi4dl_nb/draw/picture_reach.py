@@ -21,31 +21,17 @@ class PictureReach(HaloPoint):
 
     seen: Mapping[int, Tile] = field(default_factory=dict)
 
+    unit = "px of the picture"
+    verb = "read through windows"
+    halo_words = "what its outputs read of other tiles"
+    owner_form = "read,\nof rank {}"
+    reads_image = True
+
     @property
     def facts(self) -> dict[str, object]:
         rows, cols = self.size_px
         pixels = sum(move.tile.pixels for rank in self.ranks.ranks for move in self.get_receives(rank))
         return {"layer": self.name, "picture": f"{rows} × {cols} px", "read of other tiles": f"{pixels:,} px"}
-
-    @property
-    def unit(self) -> str:
-        return "px of the picture"
-
-    @property
-    def verb(self) -> str:
-        return "read through windows"
-
-    @property
-    def halo_words(self) -> str:
-        return "what its outputs read of other tiles"
-
-    @property
-    def owner_form(self) -> str:
-        return "read,\nof rank {}"
-
-    @property
-    def reads_image(self) -> bool:
-        return True
 
     def get_window(self, rank: int) -> Tile:
         self._check_rank(rank)

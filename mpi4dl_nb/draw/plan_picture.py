@@ -70,13 +70,10 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
         ],
         dtype="<i4",
     )
-    stages = tuple(
-        _describe_stage(index, stage, cut[0].shape)
-        for index, (stage, cut) in enumerate(zip(layout.stages, tiles, strict=True))
-    )
-    several = plan.data_parallel > 1
+    pairs = enumerate(zip(layout.stages, tiles, strict=True))
+    stages = tuple(_describe_stage(index, stage, cut[0].shape) for index, (stage, cut) in pairs)
     names = tuple(
-        ", ".join([f"replica {pipe.replica}"] * several + ["mirrored" if pipe.direction else "forward"])
+        f"replica {pipe.replica}, " * (plan.data_parallel > 1) + ("mirrored" if pipe.direction else "forward")
         for pipe in layout.pipes[:copies]
     )
     more = plan.data_parallel * layout.directions - copies
@@ -175,8 +172,7 @@ def describe_load_groups(
     descriptions, of_rank = [], np.zeros(len(loads), dtype="<i4")
     for index, (load, ranks) in enumerate(groups.items()):
         of_rank[list(ranks)] = index
-        level = judge_memory(load.peak_bytes, limit)
-        share = (load.peak_bytes or 0) / most
+        level, share = judge_memory(load.peak_bytes, limit), (load.peak_bytes or 0) / most
         word = UNCOUNTED if level < 0 else LEVELS[level]
         lines = [f"weights {format_bytes(load.weight_bytes)}"]
         if load.kept_bytes is not None and load.halo_bytes is not None and load.peak_bytes is not None:
@@ -230,9 +226,8 @@ def measure_gauges(
         note = f"{machine.name}: {format_bytes(limit)} for each rank"
         memory = replace(memory, verdict="fits" if fits else "does not fit", note=note, reason=reason)
     seconds = found.seconds if found else None
-    time = Gauge("time", "Time of a step, predicted", seconds, format_seconds(seconds) if seconds else "")
     speed = f"{format_number(found.images_per_s)} images/s on {machine.name}" if found and machine else why_not
-    time = replace(time, note=speed)
+    time = Gauge("time", "Time of a step, predicted", seconds, format_seconds(seconds) if seconds else "", note=speed)
     words = f"{format_count(messages, 'message')} of all ranks"
     traffic = Gauge("traffic", "Traffic of a step", sent_bytes, format_bytes(sent_bytes), note=words)
     return tuple(asdict(gauge) for gauge in (memory, time, traffic))

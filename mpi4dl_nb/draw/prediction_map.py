@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import tifffile
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from numpy.typing import NDArray
 from PIL import Image
 
-from mpi4dl_nb.draw.figure import INK, Drawing, format_size
+from mpi4dl_nb.draw.figure import BarStyle, Drawing, draw_legend, format_size
+from mpi4dl_nb.draw.navigation import encode_pixels
 from mpi4dl_nb.draw.tilemap import draw_label, draw_scale_bar
 from mpi4dl_nb.engines.errors import ImageError, PlanError, make_path
 from mpi4dl_nb.engines.formatting import format_percent
@@ -77,9 +76,7 @@ class PredictionLayer:
 
     def encode(self) -> bytes:
         """Return the map in its colours as a PNG file."""
-        buffer = io.BytesIO()
-        Image.fromarray(self.colours[self.numbers]).save(buffer, "PNG", compress_level=1)
-        return buffer.getvalue()
+        return encode_pixels(self.colours[self.numbers], exact=True)
 
 
 def read_prediction(
@@ -105,9 +102,8 @@ def read_prediction(
     if len(names) < count:
         raise PlanError(f"The map has class {count - 1}, but {len(names)} class names are known. Name all classes.")
     edges = _find_edges(picture, total, known, region, level)
-    rows, cols = (
-        find_nearest_pixels(side, min(side, SHOWN_PX), Span(0, min(side, SHOWN_PX))) for side in numbers.shape
-    )
+    shown = [(side, min(side, SHOWN_PX)) for side in numbers.shape]
+    rows, cols = (find_nearest_pixels(side, px, Span(0, px)) for side, px in shown)
     shares = np.bincount(counted.ravel(), minlength=len(names)) / counted.size
     return PredictionLayer(numbers[np.ix_(rows, cols)], edges, names, tuple(shares.tolist()))
 
@@ -155,12 +151,9 @@ def _find_edges(
 ) -> Edges:
     """Return where the map lies in the picture's finest pixels."""
     if region is not None:
-        y0, x0, height, width = region
-        stride = tuple(
-            find_pitch(side, map_side) or side / map_side
-            for side, map_side in zip((height, width), map_px, strict=True)
-        )
-        return _to_finest(picture, level, (y0, x0), stride, map_px)
+        sides = zip(region[2:], map_px, strict=True)
+        pitch = [find_pitch(side, map_side) or side / map_side for side, map_side in sides]
+        return _to_finest(picture, level, region[:2], pitch, map_px)
     if known.region is not None and known.pitch_px is not None:
         return _to_finest(picture, known.level, known.region[:2], known.pitch_px, map_px)
     if known.region is None:
@@ -229,15 +222,12 @@ def show_prediction(
     axes.imshow(tint, extent=(start, stop, last, first), interpolation="nearest")
     axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="column, px", ylabel="row, px")
     _number_classes(axes, layer)
-    words = [layer.describe_class(index) for index in layer.listed]
-    patches = [
-        Patch(facecolor=layer.colours[index] / 255, edgecolor=INK, label=text)
-        for index, text in zip(layer.listed, words, strict=True)
-    ]
-    figure.legend(handles=patches, loc="outside lower left", ncols=min(4, len(patches)), frameon=False, fontsize=9)
+    looks = [BarStyle(entry["text"], entry["colour"], "") for entry in layer.describe()["classes"]]
+    draw_legend(figure, looks)
     draw_scale_bar(axes, picture, picture.shape())
     axes.set_title(f"{picture.name}: predicted classes", fontsize=10)
-    figure.alt = f"{picture.name}, {format_size(picture.shape())} px, with its predicted classes: {', '.join(words)}."
+    words = ", ".join(look.name for look in looks)
+    figure.alt = f"{picture.name}, {format_size(picture.shape())} px, with its predicted classes: {words}."
     return figure
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_percent, format_seconds
 from mpi4dl_nb.engines.predict.candidates import Candidate
 from mpi4dl_nb.engines.predict.explain import KINDS, WORDS, classify_plan, describe_plan
-from mpi4dl_nb.engines.predict.forecast import Forecast, compute_throughput
+from mpi4dl_nb.engines.predict.forecast import Forecast
 from mpi4dl_nb.engines.program.timeline import compute_time_shares
 
 
@@ -23,21 +23,15 @@ class KindLook:
     marker: str
 
 
-KIND_LOOKS = {
-    kind: KindLook(WORDS[kind], *look)
-    for kind, look in zip(
-        KINDS,
-        (
-            ("#0072b2", "circle", "o"),
-            ("#d55e00", "square", "s"),
-            ("#b8860b", "triangle", "^"),
-            ("#a3527f", "diamond", "D"),
-            ("#00805c", "cross", "P"),
-            ("#555555", "star", "*"),
-        ),
-        strict=True,
-    )
-}
+_LOOKS = (
+    ("#0072b2", "circle", "o"),
+    ("#d55e00", "square", "s"),
+    ("#b8860b", "triangle", "^"),
+    ("#a3527f", "diamond", "D"),
+    ("#00805c", "cross", "P"),
+    ("#555555", "star", "*"),
+)
+KIND_LOOKS = {kind: KindLook(WORDS[kind], *look) for kind, look in zip(KINDS, _LOOKS, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -92,6 +86,8 @@ def make_points(
 
     An image's time is that of `compute_throughput` with `neutral_batch`. `rank_bytes` is what a rank may hold.
     """
+    # A plan that is too large is a candidate that is never measured.
+    numbered = [*enumerate(candidates, 1), *((0, Candidate(forecast)) for forecast in too_large)]
     points = [
         TuningPoint(
             position,
@@ -104,25 +100,13 @@ def make_points(
             candidate.peak_bytes,
             candidate.failure,
         )
-        for position, candidate in enumerate(candidates, 1)
+        for position, candidate in numbered
     ]
-    works = [point for point in points if not point.failure]
+    works = [point for point in points if point.number and not point.failure]
     front = {works[index].number for index in find_pareto_front([point.cost for point in works])}
-    points += [
-        TuningPoint(
-            0,
-            repr(forecast.plan),
-            describe_plan(forecast.plan),
-            classify_plan(forecast.plan),
-            1 / compute_throughput(forecast.images, forecast.seconds, neutral_batch),
-            forecast.peak_bytes,
-        )
-        for forecast in too_large
-    ]
-    forecasts = [*(candidate.forecast for candidate in candidates), *too_large]
     return tuple(
-        _add_facts(point, forecast, point.number in front, rank_bytes)
-        for point, forecast in zip(points, forecasts, strict=True)
+        _add_facts(point, candidate.forecast, point.number in front, rank_bytes)
+        for point, (_, candidate) in zip(points, numbered, strict=True)
     )
 
 
@@ -150,8 +134,7 @@ def _add_facts(point: TuningPoint, forecast: Forecast, on_front: bool, rank_byte
         facts.append(("does not fit", f"a rank may hold {format_bytes(rank_bytes or 0)}"))
     elif on_front:
         facts.append(("front", "no other plan is faster without more memory"))
-    values = asdict(point) | {"on_front": on_front, "facts": tuple(facts)}
-    return TuningPoint(**values)
+    return replace(point, on_front=on_front, facts=tuple(facts))
 
 
 def pack_points(points: Sequence[TuningPoint], rank_bytes: int | None = None) -> dict[str, Any]:
