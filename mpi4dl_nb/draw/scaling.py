@@ -132,12 +132,8 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
             texts.append(f"none fits: {largest.next_px:,} px need {format_bytes(largest.next_bytes)} of {limit}")
     draw_stacks(axes, {"px": PIXELS}, [{"px": largest.size_px} for largest in limits])
     write_row_ends(axes, texts)
-    names = [
-        f"{describe_plan(largest.plan)}, {format_count(largest.plan.ranks, 'rank')}"
-        if largest.plan.ranks > 1
-        else "1 rank"
-        for largest in limits
-    ]
+    plans = [largest.plan for largest in limits]
+    names = [f"{describe_plan(plan)}, " * (plan.ranks > 1) + format_count(plan.ranks, "rank") for plan in plans]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="x", nbins=5)  # long texts leave a narrow axis
@@ -219,9 +215,8 @@ def show_capabilities(found: Capabilities) -> Drawing:
             if hatch:  # the text is on plain ground, since it is illegible on the hatch
                 style["bbox"] = {"facecolor": FACES[look], "edgecolor": "none", "pad": 2}
             write_first_fit(axes, column + 0.5, row + 0.5, forms, axes.bbox.width / len(sizes), **style)
-    figure.alt = f"{title}. {legend} " + " ".join(
-        f"Images of {size:,} px: {explained.words}" for size, explained in found.by_size.items()
-    )
+    best_words = (f"Images of {size:,} px: {explained.words}" for size, explained in found.by_size.items())
+    figure.alt = f"{title}. {legend} {' '.join(best_words)}"
     return figure
 
 

@@ -314,13 +314,11 @@ def _draw_tiles_only(rasters: RasterCache, point: HaloPoint, tile: int | None) -
     """Draw the picture in tiles, with a thicker outline around `tile` if given."""
     tiles, title = point.tiles, describe_tiling(rasters.picture, point.ranks)
     chosen = None if tile is None else _resolve_rank(point, tile)
-    descriptions = [
-        f"tile {point.numbers[rank]}, rank {rank}: {format_size(tile.shape)} px" for rank, tile in tiles.items()
-    ]
+    numbered = enumerate(tiles.items())
+    descriptions = [f"tile {index}, rank {rank}: {format_size(part.shape)} px" for index, (rank, part) in numbered]
     chosen_words = [] if chosen is None else [f"Chosen: {descriptions[point.numbers[chosen]]}"]
-    figure, main, *_ = _make_panels(
-        rasters.picture.shape(), None, title, [*chosen_words, *_truncate_lines(descriptions)]
-    )
+    words = [*chosen_words, *_truncate_lines(descriptions)]
+    figure, main, *_ = _make_panels(rasters.picture.shape(), None, title, words)
     draw_picture(main, rasters, point.size_px)
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), chosen)
     # No tile is right of or below the last one, so that all labels are in the upper left corners.
@@ -352,10 +350,8 @@ def draw_slicing(
     # The small panel shows the framed place (of a whole layer that reads across a seam), or the whole picture.
     lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
-    descriptions = [
-        *describe_tile(point, rank, rasters.picture),
-        *([] if whole else describe_region(point, rank, place)),
-    ]
+    descriptions = describe_tile(point, rank, rasters.picture)
+    descriptions += [] if whole else describe_region(point, rank, place)
     descriptions += [describe_field(point, view.field, rasters.picture.shape())] if view.field else []
     descriptions += view.remarks
     title, size = format_title(rasters.picture, point), rasters.picture.shape() if whole else place.shape
@@ -363,9 +359,7 @@ def draw_slicing(
     values: list[str] = []
     if whole:
         if _draw_whole(main, side, rasters, point, rank, place):
-            words.set_text(
-                _wrap_lines(descriptions)
-            )  # arrows with labels tell the sources on the picture instead of the list
+            words.set_text(_wrap_lines(descriptions))  # the labels of the arrows tell the sources, not a list
     elif side:  # the region large, and its position in the layer small
         draw_zoom(main, rasters, point, rank, place, has_values(point, place))
         if has_values(point, place):

@@ -31,7 +31,7 @@ from mpi4dl_nb.draw.stepper import (
 from mpi4dl_nb.draw.timeline import SLOTS
 from mpi4dl_nb.engines.formatting import format_bytes, format_ranks
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
-from mpi4dl_nb.engines.train.step_events import DebuggedStep, RankEvent, RankPanel, StepEvent, StepView, Transfer
+from mpi4dl_nb.engines.train.step_events import DebuggedStep, RankEvent, RankPanel, StepView, Transfer
 
 FRAME_PX = 96
 """Largest height or width of the values in a frame, for each rank; larger ones are means."""
@@ -95,7 +95,8 @@ def pack_frame(view: StepView, step: str) -> StepFrame:
         "step": step,
         "number": event.number,
         "title": describe_event(event),
-        "merged": _describe_merged(event),
+        # One frame may stand for several instructions on each rank that went on.
+        "merged": f"The last {format_range(event.ran)} of them ran at once." if max(event.ran) > 1 else "",
         "done": event.done,
         "total": sum(event.places),
         "ranks": [_pack_rank(view, rank) for rank in event.ranks],
@@ -105,13 +106,6 @@ def pack_frame(view: StepView, step: str) -> StepFrame:
         "sums": list(_list_sums(view, values)),
     }
     return StepFrame(cut_words(meta), b"".join(values.parts))
-
-
-def _describe_merged(event: StepEvent) -> str:
-    """Return how many instructions the frame stands for, in words; empty if it is one on each rank that went on."""
-    if max(event.ran) < 2:
-        return ""
-    return f"The last {format_range(event.ran)} of them ran at once."
 
 
 def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:
@@ -175,10 +169,8 @@ def _list_sums(view: StepView, values: _Values) -> Iterator[dict[str, Any]]:
             ends = ends if reduction.starts else ": what was begun in the backward pass has arrived"
             who = format_ranks(reduction.group)
             words = f"sum of {format_bytes(reduction.bytes)} over {who}, {rank.did.phase_name}{ends}"
-            held = {who: view.sums[who] for who in reduction.group}
-            known = {
-                who: summed for who, summed in held.items() if summed is not None and summed.name == reduction.name
-            }
+            held = ((who, view.sums[who]) for who in reduction.group)
+            known = {who: summed for who, summed in held if summed is not None and summed.name == reduction.name}
             terms = [
                 {"rank": who, "before": values.add_row(summed.before), "after": values.add_row(summed.after)}
                 for who, summed in known.items()

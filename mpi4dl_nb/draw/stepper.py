@@ -119,9 +119,8 @@ def describe_step(view: StepView, focus: int = 0) -> str:
         descriptions.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
     for group in view.groups:
         shown, (low, high) = ", ".join(str(panel.rank) for panel in group.panels), group.span
-        descriptions.append(
-            f"Shown of ranks {shown}: {describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."
-        )
+        colours = f"colours from {low:.4g} to {high:.4g}"
+        descriptions.append(f"Shown of ranks {shown}: {describe_group(view, group)}, {colours}.")
     if view.landed:
         strips = _cut_strips(view, min(focus, len(view.landed) - 1))
         numbers = (f"{name}: {', '.join(f'{value:.4g}' for value in row[0])}" for name, row in strips.known.items())
@@ -280,9 +279,8 @@ def _draw_group(
                 axes.add_patch(Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, **look))
             name = f"→ rank {transfer.target}" if there else f"rank {transfer.source} →"
             axes.set_title(name, fontsize=9, pad=3, color=INK)
-    bar = figure.add_axes(
-        (left + columns * cell_w + 0.05 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height)
-    )
+    beside = left + columns * cell_w + 0.05 / wide_in
+    bar = figure.add_axes((beside, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height))
     ticks = figure.colorbar(drawn[-1], cax=bar).ax
     ticks.tick_params(labelsize=8)
     ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
@@ -340,15 +338,15 @@ def _cut_around(held: Tile, inner: Tile) -> list[Tile]:
     return list(filter(None, parts))
 
 
+def _make_colours(gradient: bool, low: float, high: float) -> Style:
+    return {"cmap": MAPS[gradient], "norm": Normalize(low, high if high > low else low + 1), "interpolation": "nearest"}
+
+
 def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> AxesImage:
-    low, high = group.span
-    held, pixels = panel.extent.held, panel.seen.pixels.numpy()
-    tile = panel.extent.plane.tile
-    cols, rows = tile.cols, tile.rows
+    rows, cols = panel.extent.plane.tile
     extent = (cols.start, cols.stop, rows.stop, rows.start)
-    norm = Normalize(low, high if high > low else low + 1)
-    style: Style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
-    image = axes.imshow(pixels, extent=extent, aspect="equal" if is_square(held) else "auto", **style)
+    style = _make_colours(group.gradient, *group.span) | {"aspect": "equal" if is_square(panel.extent.held) else "auto"}
+    image = axes.imshow(panel.seen.pixels.numpy(), extent=extent, **style)
     for parts, look in zip(split_halo(panel), (NOT_OWN, PADDING), strict=True):
         for part in parts:
             axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **look))
@@ -440,7 +438,7 @@ def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -
     low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
     if back:  # a gradient's sign is its colour
         low, high = min(low, -high), max(high, -low)
-    look: Style = {"cmap": MAPS[back], "norm": Normalize(low, high if high > low else low + 1)}
+    look: Style = _make_colours(back, low, high) | {"aspect": "auto"}
     deep, long = known[0].shape
     along, first = f"{strips.along} ", strips.span.start + strips.skipped
     axes = figure.add_axes((left, bottom, width, height * 0.94))
@@ -451,9 +449,7 @@ def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -
         if numbers is None:
             axes.add_patch(Rectangle((-0.5, top + 1), long, 1, facecolor="white", hatch="xx", edgecolor="#999999"))
             continue
-        axes.imshow(
-            numbers, extent=(-0.5, long - 0.5, top + 2, top + 1), aspect="auto", interpolation="nearest", **look
-        )
+        axes.imshow(numbers, extent=(-0.5, long - 0.5, top + 2, top + 1), **look)
         for (line, column), value in np.ndenumerate(numbers):
             text = f"{value:.3g}" if not value or 1e-3 <= abs(value) < 1e4 else f"{value:.1e}"
             axes.text(column, top + 1 + (line + 0.5) / deep, text, **NUMBER)

@@ -109,7 +109,7 @@ def draw_scale_bar(axes: Axes, picture: Picture, size_px: tuple[int, int]) -> No
     """
     if not (microns := compute_layer_microns(picture, size_px)):
         return
-    microns_per_px = microns[1]
+    _, microns_per_px = microns
     # A little more, or rounding would choose 500 µm instead of 1000, or nothing.
     most = axes.viewLim.width * microns_per_px / 4 * (1 + 1e-9)
     power = 10.0 ** np.floor(np.log10(most))
@@ -118,11 +118,8 @@ def draw_scale_bar(axes: Axes, picture: Picture, size_px: tuple[int, int]) -> No
     axes.set_xlabel(axes.get_xlabel(), loc="left")
     anchor = {"bbox_to_anchor": (1, 0), "bbox_transform": axes.transAxes, "pad": 2.0, "borderpad": 0}
     look = {"frameon": False, "color": INK, "size_vertical": abs(axes.viewLim.height) / 200, "sep": 3}
-    axes.add_artist(
-        AnchoredSizeBar(
-            axes.transData, length / microns_per_px, format_microns(length), "upper right", **anchor, **look
-        )
-    )
+    size = length / microns_per_px, format_microns(length)
+    axes.add_artist(AnchoredSizeBar(axes.transData, *size, "upper right", **anchor, **look))
 
 
 def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:

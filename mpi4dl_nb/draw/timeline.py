@@ -207,9 +207,8 @@ def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> 
     bars: dict[tuple[int, BarStyle], list[Box]] = defaultdict(list)
     for event in timeline.events:
         # A message is drawn as its own time, followed by the time for which it waited.
-        start, wait, end = (
-            (s - timeline.start_s) * 1e3 for s in (event.start_s, event.end_s - event.wait_s, event.end_s)
-        )
+        times_s = event.start_s, event.end_s - event.wait_s, event.end_s
+        start, wait, end = ((time_s - timeline.start_s) * 1e3 for time_s in times_s)
         row = ranks.index(event.rank)
         top = row - 0.42 if event.kind in WORK else row + 0.02
         bars[row, get_style(event)].append((start, top, wait - start, 0.4))
@@ -218,7 +217,7 @@ def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> 
     for (_, style), boxes in bars.items():
         draw_boxes(axes, boxes, **style.patch | {"linewidth": 0, "label": style.name})
     _, separator = get_row_layout(len(rows))
-    texts = [[separator.join(words) for words in side] for side in (rows.values(), _format_shares(timeline).values())]
+    texts = (list(map(separator.join, side.values())) for side in (rows, _format_shares(timeline)))
     draw_row_frame(axes, timeline.seconds * 1e3, "time, ms", *texts)
     return {style for _, style in bars}
 
@@ -278,9 +277,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
         left.append((f"rank {rank}", name))
         idle, held = f"idle {schedule.compute_idle_share(rank):.0%}", schedule.count_in_flight(rank)
         right.append((idle, f"holds up to {held}"))
-    draw_row_frame(
-        axes, schedule.length, "time, in forwards", *([end.join(texts) for texts in side] for side in (left, right))
-    )
+    draw_row_frame(axes, schedule.length, "time, in forwards", *(list(map(end.join, side)) for side in (left, right)))
     figure.freeze_layout()  # the final width of a bar decides which text fits
     label_slots(axes, schedule)
     descriptions = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]

@@ -21,7 +21,7 @@ from mpi4dl_nb.draw.timeline import (
     make_row_labels,
 )
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.engines.program.timeline import WORK, Timeline, TimeShares, compute_time_shares
+from mpi4dl_nb.engines.program.timeline import WORK, Timeline, compute_time_shares
 
 Names = dict[str, int]
 """Each name's place in a list of names."""
@@ -89,8 +89,15 @@ def make_timeline_rows(
         "counts": [len(chart.events) for chart in charts.values()],
         "seconds": [chart.seconds for chart in charts.values()],
         "titles": [format_timeline_title(name, charts, plan) for name in charts],
-        "rows": _describe_rows(labels["measured"], timeline.time_shares),
-        "shares": _describe_shares(timeline),
+        "rows": [
+            {"rank": rank, "roles": "; ".join(texts[1:]), "shares": [use.work, use.communication, use.waiting]}
+            for (rank, texts), use in zip(labels["measured"].items(), timeline.time_shares.values(), strict=True)
+        ],
+        # Of all ranks' time, each part with the look that it has in other figures.
+        "shares": [
+            asdict(SHARE_LOOKS[kind]) | {"kind": kind, "share": share}
+            for kind, share in compute_time_shares(timeline).items()
+        ],
     }
     return TimelineRows(cut_words(words), _pack_columns(times, "<f8"), _pack_columns(codes, "<i4"))
 
@@ -98,23 +105,3 @@ def make_timeline_rows(
 def _pack_columns(rows: Iterable[tuple[float, ...]], kind: str) -> bytes:
     """Return the numbers of equally long rows, column after column."""
     return np.array(list(rows), kind).T.tobytes()
-
-
-def _describe_rows(labels: Mapping[int, tuple[str, ...]], shares: Mapping[int, TimeShares]) -> list[dict[str, Any]]:
-    """Return the name and the roles of each rank, and the fractions of its time."""
-    return [
-        {
-            "rank": rank,
-            "roles": "; ".join(texts[1:]),
-            "shares": [shares[rank].work, shares[rank].communication, shares[rank].waiting],
-        }
-        for rank, texts in labels.items()
-    ]
-
-
-def _describe_shares(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return the fractions of all ranks' time, each with the look that it has in other figures."""
-    return [
-        asdict(SHARE_LOOKS[kind]) | {"kind": kind, "share": share}
-        for kind, share in compute_time_shares(timeline).items()
-    ]

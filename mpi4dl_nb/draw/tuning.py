@@ -54,17 +54,14 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     rows = ""
     for position, candidate in enumerate(candidates, 1):
         plan, name, first = candidate.plan, describe_plan(candidate.plan), str(position)
+        rate = "–" if candidate.images_per_s is None else format_number(candidate.images_per_s)
         rest = (
             str(plan.split_size),
             format_grids(plan),
             plan.schedule if plan.parts > 1 or plan.bidirectional else "–",  # no micro-batches or directions to order
             str(plan.parts),
             format_number(candidate.predicted_images_per_s),
-            "failed"
-            if candidate.failure
-            else "–"
-            if candidate.images_per_s is None
-            else format_number(candidate.images_per_s),
+            "failed" if candidate.failure else rate,
             format_bytes(candidate.predicted_bytes),
             "–" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
         )
@@ -93,15 +90,11 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
     A plan may be as fast as the fastest one if the times of their steps overlap. `neutral_batch` as in `tune`.
     """
     # A prediction is judged by measured / predicted: 1 is exact, less means that the plan was slower.
-    ratios = [
-        f"{candidate.images_per_s / candidate.predicted_images_per_s:.2f}"
-        for candidate in measured
-        if candidate.images_per_s
-    ]
+    rates = [(candidate.images_per_s, candidate.predicted_images_per_s) for candidate in measured]
+    ratios = [f"{measured_rate / predicted_rate:.2f}" for measured_rate, predicted_rate in rates if measured_rate]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
-    failed = [
-        f"{describe_plan(candidate.plan)} failed: {candidate.failure}" for candidate in measured if candidate.failure
-    ]
+    failures = [(describe_plan(candidate.plan), candidate.failure) for candidate in measured]
+    failed = [f"{name} failed: {failure}" for name, failure in failures if failure]
     if not ratios:
         return " ".join(failed)
 
@@ -120,12 +113,8 @@ def describe_measurements(measured: Sequence[Candidate], neutral_batch: int | No
         held = format_bytes(least.peak_bytes or least.predicted_bytes)
         words = f"The plan with the least memory, as measured, is {describe_plan(least.plan)}: {held}. {words}"
     slowest = compute_pace(best, max(measurement.seconds))
-    ties = [
-        describe_plan(candidate.plan)
-        for candidate, measurement in others
-        if compute_pace(candidate, min(measurement.seconds)) >= slowest
-    ]
-    if ties:
+    paces = [(candidate.plan, compute_pace(candidate, min(measurement.seconds))) for candidate, measurement in others]
+    if ties := [describe_plan(plan) for plan, pace in paces if pace >= slowest]:
         words += f" As the times of steps vary, these may be as fast: {'; '.join(ties)}."
     return " ".join([words, counted, *failed])
 
@@ -159,9 +148,8 @@ def show_tuning(
     left, right = below.subplots(1, 2, sharey=True)
     _draw_bars(left, [(candidate.predicted_images_per_s, candidate.images_per_s) for candidate in shown], format_number)
     # In MB, since the ticks of an axis in bytes would be powers of 10 and not of 2.
-    in_mb = [
-        (candidate.predicted_bytes / MB, candidate.peak_bytes and candidate.peak_bytes / MB) for candidate in shown
-    ]
+    held = [(candidate.predicted_bytes, candidate.peak_bytes) for candidate in shown]
+    in_mb = [(predicted / MB, measured and measured / MB) for predicted, measured in held]
     _draw_bars(right, in_mb, lambda held: format_bytes(round(held * MB)))
     names = [f"{position}. {describe_plan(candidate.plan)}" for position, candidate in enumerate(shown, 1)]
     left.set(xlabel="images per second", ylim=(len(shown) - 0.4, -0.6))
@@ -175,9 +163,8 @@ def show_tuning(
         rate, memory = format_number(candidate.predicted_images_per_s), format_bytes(candidate.predicted_bytes)
         text = f"{name}: {rate} images/s and {memory} predicted"
         if candidate.images_per_s is not None and candidate.peak_bytes is not None:
-            text += (
-                f", {format_number(candidate.images_per_s)} images/s and {format_bytes(candidate.peak_bytes)} measured"
-            )
+            rate, memory = format_number(candidate.images_per_s), format_bytes(candidate.peak_bytes)
+            text += f", {rate} images/s and {memory} measured"
         descriptions.append(text + (", failed" if candidate.failure else ""))
     front = ", ".join(str(point.number) for point in points if point.on_front)
     limit = f" A rank may hold {format_bytes(rank_bytes)}." if rank_bytes else ""
@@ -202,14 +189,8 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
                 axes.scatter(*zip(*places, strict=True), **style)
     front = sorted((point.cost[1] / MB, point.cost[0] * 1e3) for point in points if point.on_front)
     if front:
-        axes.step(
-            *zip(*front, strict=True),
-            where="post",
-            color=INK,
-            linestyle=":",
-            linewidth=1.4,
-            label="front (measured, else predicted)",
-        )
+        line: Style = {"color": INK, "linestyle": ":", "linewidth": 1.4, "label": "front (measured, else predicted)"}
+        axes.step(*zip(*front, strict=True), where="post", **line)
     fitting = max((point.cost[1] for point in points if point.number), default=0) / MB
     if rank_bytes:
         line = make_limit_look(any(point.cost[1] > rank_bytes for point in points))
