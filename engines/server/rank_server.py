@@ -175,9 +175,10 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
             yield frame.filename, frame.lineno or 0, frame.name
 
 
-def execute(
-    host: RankServer, common: bytes | memoryview, own: bytes | memoryview, followed: NotebookImports | None = None
-) -> bytes:
+Packed = bytes | memoryview
+
+
+def execute(host: RankServer, common: Packed, own: Packed, followed: NotebookImports | None = None) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
 
     If the function fails, its communicator is revoked first, so that no other rank waits for this one. A debug step is
@@ -262,9 +263,8 @@ def _get_server() -> RankServer:
         way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
 
     output = host.board.output = LineBuffer(emit, way.flush)
-    sys.stdout, sys.stderr = (
-        RankStream(stream, getattr(sys, stream), lambda: output) for stream in ("stdout", "stderr")
-    )
+    for stream in ("stdout", "stderr"):
+        setattr(sys, stream, RankStream(stream, getattr(sys, stream), lambda: output))
     # MPI_Finalize waits for all ranks, and those may wait for this one. The process exits without it, so that MPI
     # reports to the others that this rank has failed.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -304,7 +304,7 @@ def receive_part(part: bytes, begin: int, total_bytes: int) -> None:
         host.arriving += part
 
 
-def _take_work(host: RankServer, common_bytes: int, own_bytes: int) -> tuple[memoryview, memoryview]:
+def _take_work(host: RankServer, common_bytes: int, own_bytes: int) -> tuple[Packed, Packed]:
     """Return the two pieces of what has arrived in parts. Raises RankError if a part is missing."""
     arrived, host.arriving = host.arriving, None
     total_bytes = common_bytes + own_bytes
@@ -350,11 +350,13 @@ def _is_in_finaliser(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def run(common: bytes | int, own: bytes | int, followed: NotebookImports, part_bytes: int) -> bytes | int:
+def run(
+    work: tuple[Packed, Packed] | None, sizes: tuple[int, int], followed: NotebookImports, part_bytes: int
+) -> bytes | int:
     """Call `execute` on this MPI process; the first SIGINT interrupts it.
 
-    Instead of `common` and `own` it may get their sizes, after parts. A reply of more than `part_bytes` is kept for
-    `send_part`, and its size returned.
+    `work` is its `common` and `own`, of these `sizes`; None if they have come in parts. A reply of more than
+    `part_bytes` is kept for `send_part`, and its size returned.
     """
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
@@ -374,13 +376,9 @@ def run(common: bytes | int, own: bytes | int, followed: NotebookImports, part_b
 
     signal.signal(signal.SIGINT, interrupt_once)
     try:
-        if isinstance(common, int) or isinstance(own, int):  # both are
-            reply = execute(host, *_take_work(host, int(common), int(own)), followed)
-        else:
-            reply = execute(host, common, own, followed)
-    except RankError as error:  # parts that have not arrived
-        reply = _revoke_and_reply(host, error, before)
-    except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
+        reply = execute(host, *(work or _take_work(host, *sizes)), followed)
+    # Parts have not arrived; or an interrupt that an MPI call has deferred came while `execute` packed its failure.
+    except (RankError, KeyboardInterrupt) as error:
         reply = _revoke_and_reply(host, error, before)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next call: an interrupt could lose the reply

@@ -10,19 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mpi4dl_nb.engines import errors
 from mpi4dl_nb.engines.comm.output import OutputLine
-from mpi4dl_nb.engines.errors import (
-    CheckpointError,
-    DamagedError,
-    ImageError,
-    LossError,
-    LostTrainingError,
-    Mpi4dlError,
-    PlanError,
-    RankError,
-    TraceError,
-    UnreadableError,
-)
+from mpi4dl_nb.engines.errors import Mpi4dlError, RankError
 from mpi4dl_nb.engines.formatting import format_seconds
 from mpi4dl_nb.engines.server.rank_server import Failure, Reply
 from mpi4dl_nb.engines.train.interrupts import defer_interrupt
@@ -64,24 +54,18 @@ def find_hang(
     #     rank 0  computes, same place         a hang: rank 1 can only go on if rank 0 does
     #     rank 1  waits ──> rank 0
     stuck = {rank: still[rank] for rank in sorted(working) if rank in still and still[rank].for_s >= after_s}
-    if (
-        not stuck
-        or len(stuck) < len(working)
-        or not any(stalled.at.waits or stalled.stopped or stalled.idle or stalled.silent for stalled in stuck.values())
+    if len(stuck) < len(working) or not any(
+        stalled.at.waits or stalled.stopped or stalled.idle or stalled.silent for stalled in stuck.values()
     ):
         return None
     # The likely cause comes first: a rank stopped by a signal, then a silent one, then one that computes; ranks that
     # wait are consequences.
-    order = sorted(
-        stuck, key=lambda rank: (not stuck[rank].stopped, not stuck[rank].silent, stuck[rank].at.waits, rank)
-    )
-    first, *others = order
-    lines = [
-        f"Rank {rank} {'waits' if stuck[rank].at.waits else 'stands still'}: {_describe_state(stuck[rank])}."
-        for rank in others
-    ]
+    order = sorted(stuck.items(), key=lambda pair: (not pair[1].stopped, not pair[1].silent, pair[1].at.waits, pair[0]))
+    (first, cause), *others = order
+    ways = ((rank, still, "waits" if still.at.waits else "stands still") for rank, still in others)
+    lines = [f"Rank {rank} {way}: {_describe_state(still)}." for rank, still, way in ways]
     text = (
-        f"Rank {first} does not go on: {_describe_state(stuck[first])}. No rank has made progress for {after_s:.0f} s "
+        f"Rank {first} does not go on: {_describe_state(cause)}. No rank has made progress for {after_s:.0f} s "
         "(hang_after_s). If work may take as long, start the cluster with a larger one."
     )
     return Hang(first, "\n".join([text, *lines]))
@@ -109,8 +93,8 @@ _SILENCE = Failure("Silence", "it does not answer any more, and the others could
 _TYPED = {
     kind.__name__: kind
     for kind in (
-        *(CheckpointError, DamagedError, ImageError, LossError, LostTrainingError),
-        *(PlanError, RankError, TraceError, UnreadableError),
+        *(errors.CheckpointError, errors.DamagedError, errors.ImageError, errors.LossError, errors.LostTrainingError),
+        *(errors.PlanError, errors.RankError, errors.TraceError, errors.UnreadableError),
     )
 }
 """The errors that keep their type. They are raised on purpose and say everything: their traceback is no help."""
@@ -269,9 +253,8 @@ class RemoteCall:
                 self.answers[rank] = self._read_reply(rank, future)
                 self._progress_s = time.monotonic()
             if until_failure:
-                self.hang = find_hang(
-                    self.waiting.values(), self._ranks.find_stalled_ranks(), self._hang_after_s, self._progress_s
-                )
+                still = self._ranks.find_stalled_ranks()
+                self.hang = find_hang(self.waiting.values(), still, self._hang_after_s, self._progress_s)
                 if self.waiting and self._is_late():
                     raise CallInterrupted
 

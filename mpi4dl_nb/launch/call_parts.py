@@ -24,7 +24,7 @@ def call_in_parts(
 
     Raises IndexError if the engine of `view` is gone.
     """
-    work: tuple[bytes, bytes] | tuple[int, int] = common, own
+    work: tuple[bytes, bytes] | None = (common, own)
     if (total := len(common) + len(own)) > PART_BYTES:
         step, begin = max(PART_BYTES, total // _MOST_PARTS), 0
         for piece in (common, own):
@@ -32,8 +32,8 @@ def call_in_parts(
                 part = piece[at : at + step]
                 view.apply_async(rank_server.receive_part, part, begin, total)
                 begin += len(part)
-        work = len(common), len(own)
-    asked = view.apply_async(rank_server.run, *work, followed, PART_BYTES)
+        work = None
+    asked = view.apply_async(rank_server.run, work, (len(common), len(own)), followed, PART_BYTES)
     return asked.msg_ids[0], _Arrival(view, asked).reply
 
 

@@ -64,9 +64,8 @@ class ClusterProcesses:
     # psutil compares a process's start time before it sends a signal, so a pid that is used again is never hit.
     def find_killed_ranks(self) -> list[int]:
         """Return the ranks that have ended after a SIGKILL from here: a stopped supervisor does not report it."""
-        return [
-            rank for rank, process in enumerate(self._ranks) if process in self._sent_kill and not is_running(process)
-        ]
+        killed = {process for process in self._sent_kill if not is_running(process)}
+        return [rank for rank, process in enumerate(self._ranks) if process in killed]
 
     def is_stopped(self, helper: str) -> bool:
         """Return whether a signal has stopped the helper of that name."""

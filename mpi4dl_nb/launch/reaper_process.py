@@ -39,12 +39,10 @@ def get_start_time(pid: int) -> float:
     if not Path("/proc/self/stat").exists():
         return psutil.Process(pid).create_time()
     try:
-        state, *fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         raise psutil.NoSuchProcess(pid) from None
-    if state in "ZX":
+    if state in b"ZX":
         raise psutil.ZombieProcess(pid)
     return float(fields[18])
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from threading import Lock
 from typing import Any
 
@@ -106,9 +107,7 @@ class SupervisorReports:
         with self._lock:
             now_s = time.monotonic()
             if (pause_s := now_s - self._polled_s) > _PAUSE_S:
-                self._reported_s = {
-                    rank: min(now_s, reported_s + pause_s) for rank, reported_s in self._reported_s.items()
-                }
+                self._reported_s = {rank: min(now_s, at_s + pause_s) for rank, at_s in self._reported_s.items()}
                 self._still = {rank: still.with_delay(pause_s) for rank, still in self._still.items()}
                 self._cut_off_s = None
             self._polled_s = now_s
@@ -130,8 +129,7 @@ class SupervisorReports:
                 return stalled
             cut_off = StalledRank(RankStatus("", self._cut_off_s))
             return {
-                rank: max(stalled.get(rank, cut_off), cut_off, key=lambda still: still.for_s)
-                for rank in self._reported_s
+                rank: max(stalled.get(rank, cut_off), cut_off, key=attrgetter("for_s")) for rank in self._reported_s
             }
 
     def parse_line(self, line: bytes) -> None:
