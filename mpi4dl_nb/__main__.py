@@ -30,12 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Exits with code 2 if there is no launcher, or if ranks cannot start here.
     """
     flags = FlagParser(prog="mpi4dl-nb", description=__doc__.splitlines()[0])
-    flags.add_argument(
-        "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="number of ranks (default: 1)"
-    )
-    flags.add_argument(
-        "command", nargs=argparse.REMAINDER, help="verify, train, predict, bench, page ..., with its flags"
-    )
+    ranks, commands = "number of ranks (default: 1)", "verify, train, predict, bench, page ..., with its flags"
+    flags.add_argument("-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help=ranks)
+    flags.add_argument("command", nargs=argparse.REMAINDER, help=commands)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["page"]:  # no ranks: this process makes it

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from mpi4dl_nb.widgets.saved_page import PICTURE_BYTES, save_page
 from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.stepper import Stepper
 from mpi4dl_nb.widgets.timeline import TimelineView
+
+_WIDGETS = ("slicer", "stepper", "timeline", "configurator")
 
 
 def make_page_parser() -> argparse.ArgumentParser:
@@ -53,24 +55,24 @@ def save_requested_page(arguments: Sequence[str]) -> str:
         raise PlanError(describe_unknown(f"--show {unknown[0]!r} is unknown", unknown[0], _WIDGETS))
     model, plan = options.build_model(chosen), options.make_plan(chosen)
     with ExitStack() as stack:
-        widgets = [stack.enter_context(_WIDGETS[name](chosen, model, plan)) for name in names]
+        widgets = [stack.enter_context(_open_widget(name, chosen, model, plan)) for name in names]
         path = save_page(widgets, chosen.to, title=chosen.title, text=chosen.text, picture_bytes=chosen.picture_bytes)
     return f"{path}: {format_bytes(path.stat().st_size)}, {', '.join(names)}"
 
 
 @contextmanager
-def _open_slicer(chosen: argparse.Namespace, model: nn.Module, plan: Plan) -> Iterator[StillFigure]:
-    yield Slicer(chosen.image, plan, model)
-
-
-@contextmanager
-def _open_timeline(chosen: argparse.Namespace, model: nn.Module, plan: Plan) -> Iterator[StillFigure]:
-    yield TimelineView(forecast(model, plan, options.get_image_shape(chosen), chosen.machine).timeline, plan)
-
-
-@contextmanager
-def _open_configurator(chosen: argparse.Namespace, model: nn.Module, plan: Plan) -> Iterator[StillFigure]:
-    yield Configurator(model, options.get_image_shape(chosen), plan=plan, machine=chosen.machine)
+def _open_widget(name: str, chosen: argparse.Namespace, model: nn.Module, plan: Plan) -> Iterator[StillFigure]:
+    match name:
+        case "slicer":
+            yield Slicer(chosen.image, plan, model)
+        case "timeline":
+            step = forecast(model, plan, options.get_image_shape(chosen), chosen.machine)
+            yield TimelineView(step.timeline, plan)
+        case "configurator":
+            yield Configurator(model, options.get_image_shape(chosen), plan=plan, machine=chosen.machine)
+        case _:
+            with _open_stepper(chosen, model, plan) as stepper:
+                yield stepper
 
 
 @contextmanager
@@ -92,11 +94,3 @@ def _open_stepper(chosen: argparse.Namespace, model: nn.Module, plan: Plan) -> I
             yield stepper
         finally:
             stepper.close()
-
-
-_WIDGETS: dict[str, Callable[[argparse.Namespace, nn.Module, Plan], AbstractContextManager[StillFigure]]] = {
-    "slicer": _open_slicer,
-    "stepper": _open_stepper,
-    "timeline": _open_timeline,
-    "configurator": _open_configurator,
-}

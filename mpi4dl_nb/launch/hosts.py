@@ -118,9 +118,8 @@ def _make_host(name: Any, slots: Any) -> Host:
     if slots is None:
         return host
     if isinstance(slots, bool) or not isinstance(slots, str | int) or not _is_count(slots):
-        raise PlanError(
-            f"The host {name!r} has slots {_shorten(slots)}: they must be a whole number from 1 to {_MOST_SLOTS:,}."
-        )
+        wrong = f"The host {name!r} has slots {_shorten(slots)}"
+        raise PlanError(f"{wrong}: they must be a whole number from 1 to {_MOST_SLOTS:,}.")
     return Host(name, int(slots))
 
 
@@ -245,15 +244,13 @@ def _parse_slots(variables: Mapping[str, str], hosts: int) -> list[int]:
     name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if variables.get(key)), None)
     if name is None:
         return [1] * hosts
-    parts = variables[name].split(",")
+    parts, setting = variables[name].split(","), f"{name}={_shorten(variables[name])}"
     matches = [match for match in map(_COUNT.fullmatch, parts) if match]
     if len(matches) < len(parts):
-        raise PlanError(
-            f"{name}={_shorten(variables[name])} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...]."
-        )
+        raise PlanError(f"{setting} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...].")
     times = [int(match[2] or 1) for match in matches]
     if sum(times) != hosts:  # before the list is written out, which may be long
-        raise PlanError(f"{name}={_shorten(variables[name])} is for {sum(times):,} hosts, but the job has {hosts:,}.")
+        raise PlanError(f"{setting} is for {sum(times):,} hosts, but the job has {hosts:,}.")
     return [int(match[1]) for match, repeats in zip(matches, times, strict=True) for _ in range(repeats)]
 
 
@@ -282,9 +279,8 @@ def expand_nodes(nodes: str) -> list[str]:
     choices = [[_parse_ranges(piece, nodes) for piece in re.findall(r"\[[^\]]*\]|[^\[]+", part)] for part in parts]
     count = sum(prod(sum(map(len, ranges)) for ranges in part) for part in choices)
     if count > _MOST_HOSTS:
-        raise PlanError(
-            f"{_shorten(nodes)} stands for more than {_MOST_HOSTS:,} hosts. Name those that you need: hosts=[...]."
-        )
+        problem = f"{_shorten(nodes)} stands for more than {_MOST_HOSTS:,} hosts"
+        raise PlanError(f"{problem}. Name those that you need: hosts=[...].")
     names = chain.from_iterable(product(*(chain.from_iterable(ranges) for ranges in part)) for part in choices)
     return list(dict.fromkeys(map("".join, names)))
 

@@ -169,9 +169,8 @@ class PlanCache:
             else:
                 first = compiled.programs[: plan.replica_ranks]
                 foreseen = forecast_programs(compiled.graph, plan, machine, first, compiled.tallies, compiled.memory)
-                compiled = replace(
-                    compiled, loads=tuple(with_time(compiled.loads, foreseen)), machine=machine, forecast=foreseen
-                )
+                loads = tuple(with_time(compiled.loads, foreseen))
+                compiled = replace(compiled, loads=loads, machine=machine, forecast=foreseen)
             self._keep(compiled)
             return compiled
 
@@ -226,8 +225,7 @@ def describe_place(cluster: Cluster | None) -> str:
     >>> describe_place(Cluster(2, backend="loopback"))
     "on this computer, as threads of this notebook's process"
     """
-    if cluster is not None and cluster.hosts:
-        return f"on {cluster.hosts}, one MPI process per rank"
     if cluster is not None and cluster.is_one_process:
         return "on this computer, as threads of this notebook's process"
-    return "on this computer, one MPI process per rank"
+    hosts = None if cluster is None else cluster.hosts
+    return f"on {hosts or 'this computer'}, one MPI process per rank"

@@ -13,7 +13,7 @@ from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import PlanError, TraceError
-from mpi4dl_nb.engines.graph.model_graph import ModelGraph, TensorSpec
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.candidates import Candidate, sort_candidates
 from mpi4dl_nb.engines.predict.explain import Explanation, explain
@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.predict.forecast import Forecast, check_order
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.search import generate_plans, search
 from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import Recipe, Task, sgd
+from mpi4dl_nb.engines.train.recipe import Task, sgd
 from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
@@ -126,18 +126,12 @@ class PlanTuner:
         warn_of_gpus(self.cluster.call, self.device)
         if rank_bytes is None:
             rank_bytes = machine.get_rank_bytes(n)
-
-        def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
-            return traces.get_graph(plan)
-
         asked = list(generate_plans(n, batch, len(traces.image_shape) - 2))
-        forecasts = search(n, batch, get_graph, machine, rank_bytes, states, report, asked, neutral_batch, by)
-        explanation = explain(
-            (*forecasts.fitting, *forecasts.too_large), forecasts.refused, rank_bytes, neutral_batch, by
-        )
-        return TuningResult(
-            tuple(map(Candidate, forecasts.fitting)), machine, explanation, forecasts.refused, forecasts.too_large
-        )
+        # Where a model cannot be traced, `search` reports why.
+        result = search(n, batch, traces.get_graph, machine, rank_bytes, states, report, asked, neutral_batch, by)
+        explanation = explain((*result.fitting, *result.too_large), result.refused, rank_bytes, neutral_batch, by)
+        candidates = tuple(map(Candidate, result.fitting))
+        return TuningResult(candidates, machine, explanation, result.refused, result.too_large)
 
     def measure(
         self,
@@ -151,16 +145,12 @@ class PlanTuner:
         Raises PlanError if there is no step to measure.
         """
         _check_steps(steps)
-        trials = [PlanTrial(self.cluster, partial(self.make_recipe, candidate.plan)) for candidate in candidates]
+        trials = [PlanTrial(self.cluster, partial(self.task.prepare, candidate.plan)) for candidate in candidates]
         run_interleaved(trials, steps, report, count_bytes)
         return [
             replace(candidate, measured=trial.measured, failure=trial.failure)
             for candidate, trial in zip(candidates, trials, strict=True)
         ]
-
-    def make_recipe(self, plan: Plan) -> Recipe:
-        """Return the recipe of a training under a plan."""
-        return self.task.prepare(plan)
 
 
 def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:

@@ -85,11 +85,8 @@ def _to_tensor(name: str, values: Any) -> Tensor:
         elif isinstance(values, str | PathLike):
             remedy = "Files are read by folder_images and table_images, for fit, and by open_image."
         elif isinstance(values, list | tuple) and any(isinstance(part, Tensor) for part in values):
-            remedy = f"Make one of them: torch.stack({name}) or torch.cat({name})" + (
-                "; several images of one sample are channels of one image: torch.cat(images, 1)."
-                if name == "images"
-                else "."
-            )
+            channels = "; several images of one sample are channels of one image: torch.cat(images, 1)"
+            remedy = f"Make one of them: torch.stack({name}) or torch.cat({name}){channels * (name == 'images')}."
         raise ImageError(f"{name} are {describe_value(values)}, and no tensor. {remedy}") from error
 
 
@@ -99,16 +96,16 @@ def _to_tensor(name: str, values: Any) -> Tensor:
 Batch = tuple[Any, Any]
 
 
-def check_batches(data: Any, name: str = "data") -> Iterable[Batch]:
+def check_batches(data: Any) -> Iterable[Batch]:
     """Return `data`. Raises PlanError if it is no batches: a tensor, or cannot be iterated over, such as a function."""
     if isinstance(data, Tensor | Mapping):
         raise PlanError(
-            f"{name} is a {type(data).__name__}, but must be batches: pairs (images, labels) in a list or a "
+            f"data is a {type(data).__name__}, but must be batches: pairs (images, labels) in a list or a "
             "DataLoader, such as fit([(images, labels)])."
         )
     if hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
         return data
-    kind = f"{name} is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
+    kind = f"data is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
     if callable(data):
         called = f"{getattr(data, '__name__', 'it')}()"
         raise PlanError(f"{kind}, which is no batches by itself. Give what it makes: call it, {called}.")
@@ -131,9 +128,8 @@ def count_images(batch: Any) -> int:
         images, _ = batch
         return len(images)
     except (TypeError, ValueError) as error:
-        raise ImageError(
-            f"A batch must be a pair (images, labels), but this is a {type(batch).__name__}: {error}."
-        ) from error
+        kind = type(batch).__name__
+        raise ImageError(f"A batch must be a pair (images, labels), but this is a {kind}: {error}.") from error
 
 
 def get_length(data: Any) -> int | None:
@@ -144,7 +140,7 @@ def get_length(data: Any) -> int | None:
         return None
 
 
-def find_batch_sizes(data: Iterable[Batch] | CachedBatches, full: int) -> Sequence[int] | None:
+def find_batch_sizes(data: Batches, full: int) -> Sequence[int] | None:
     """Return the numbers of images in the batches of an epoch; None if they are known only once drawn.
 
     Known are the sizes of a list, and those of a DataLoader of batch size `full`, the number of images in a step.
@@ -235,9 +231,10 @@ class CachedBatches:
         self._has_ended = True
 
 
-def make_repeatable(
-    data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str
-) -> Iterable[Batch] | CachedBatches:
+Batches = Iterable[Batch] | CachedBatches
+
+
+def make_repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> Batches:
     """Return batches that `fit` can iterate over as it needs: an iterator's are kept only if they are needed again.
 
     Raises PlanError if an iterator that continues from epoch to epoch (`steps`) would have to return to a checkpoint.

@@ -239,9 +239,8 @@ class _FitRun:
     @property
     def _mark(self) -> FitPosition:
         loop = self.loop
-        return FitPosition(
-            len(self.losses), len(self.ended), tuple(self.begun), loop.place, bool(self.begun) and loop.is_over
-        )
+        is_over = bool(self.begun) and loop.is_over
+        return FitPosition(len(self.losses), len(self.ended), tuple(self.begun), loop.place, is_over)
 
     @contextmanager
     def notify_callbacks(self) -> Iterator[None]:

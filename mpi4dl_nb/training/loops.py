@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.server import rank_functions
 from mpi4dl_nb.engines.train.recipe import count_step_images
 from mpi4dl_nb.engines.train.train_loop import count_left_over, merge_stats
 from mpi4dl_nb.engines.train.training_events import Scores, StepResult
-from mpi4dl_nb.training.batches import Batch, CachedBatches, count_images, find_batch_sizes, get_length
+from mpi4dl_nb.training.batches import Batch, Batches, CachedBatches, count_images, find_batch_sizes, get_length
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
 Evaluate = Callable[[], Scores | None]
@@ -41,7 +41,7 @@ class BatchLoop:
     def __init__(
         self,
         training: TrainingHandle,
-        data: Iterable[Batch] | CachedBatches,
+        data: Batches,
         evaluate: Evaluate,
         limit: int | None = None,
         drop_last: bool = False,
@@ -120,11 +120,10 @@ class BatchLoop:
             self.is_over = True
             return None
         count = count_images(self._batch)
-        if self.has_full and 0 < count < self.full:
-            self.training.make_ready(count)
-            stats = self.training.take(*self._batch, count)
-        else:
-            stats = self.training.take(*self._batch)
+        smaller = count if self.has_full and 0 < count < self.full else None
+        if smaller:
+            self.training.make_ready(smaller)
+        stats = self.training.take(*self._batch, smaller)
         # Only now is the batch used up: if the step has raised an error, a retry after healing trains it again.
         self.number, self.is_over, self._batch = self.number + 1, False, None
         return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in stats])
@@ -180,25 +179,23 @@ class ImageLoop:
 
     def step(self) -> StepResult | None:
         """Run one step on all ranks."""
+        training = self.training
         # The steps that the ranks have done and their count here change together, whatever thread steps next.
-        with self.training.cluster.turn:
-            return self._step()
-
-    def _step(self) -> StepResult | None:
-        with self.training.explain_failure():
-            answers = self.training.cluster.call(rank_functions.step_loop, self.training.name, self.training.steps)
-        # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
-        if isinstance(answers[0].stats, NotReady):
-            self.training.make_ready(answers[0].stats.images)
-            return self._step()
-        self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
-        self.place = self.training.feed_state = answers[0].state
-        stats = [answer.stats for answer in answers if answer.stats is not None]
-        self.is_over = not stats
-        if self.is_over:
-            return None
-        self.training.record_step([answer.report for answer in answers], stats[0].images)
-        return merge_stats(stats)
+        with training.cluster.turn:
+            with training.explain_failure():
+                answers = training.cluster.call(rank_functions.step_loop, training.name, training.steps)
+            # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
+            if isinstance(answers[0].stats, NotReady):
+                training.make_ready(answers[0].stats.images)
+                return self.step()
+            self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
+            self.place = training.feed_state = answers[0].state
+            stats = [answer.stats for answer in answers if answer.stats is not None]
+            self.is_over = not stats
+            if self.is_over:
+                return None
+            training.record_step([answer.report for answer in answers], stats[0].images)
+            return merge_stats(stats)
 
     def close(self) -> None:
         """End the loader workers on the ranks. If ranks have died, their workers have ended too."""

@@ -134,12 +134,9 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
         for part in images.split(count):
             # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
             filled = part[torch.arange(count) % len(part)]
-            replies = call(
-                "predict", per_rank=[(cut_inputs(program, {"images": filled}),) for program in recipe.programs]
-            )
-            predictions.append(
-                join_predictions(recipe.programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)]
-            )
+            parts = [(cut_inputs(program, {"images": filled}),) for program in recipe.programs]
+            replies, spec = call("predict", per_rank=parts), recipe.graph.specs[recipe.graph.prediction]
+            predictions.append(join_predictions(recipe.programs, replies, spec)[: len(part)])
     return torch.cat(predictions)
 
 

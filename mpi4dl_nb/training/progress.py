@@ -24,10 +24,8 @@ class ProgressRecorder:
 
     def __init__(self, plan: Plan, one_process: bool = False, total: int | None = None) -> None:
         # The lists grow in place; snapshots have tuples instead.
-        self._losses: list[float] = []
-        self._speeds: list[float] = []
-        self._epochs: list[EpochResult] = []
-        self._ends: list[int] = []
+        self._losses, self._speeds = list[float](), list[float]()
+        self._epochs, self._ends = list[EpochResult](), list[int]()
         now = Progress(plan, total=total, one_process=one_process)
         self.current = replace(now, losses=self._losses, speeds=self._speeds, epochs=self._epochs, ends=self._ends)
         self._lock = Lock()
@@ -69,17 +67,9 @@ class ProgressRecorder:
             done = len(now.losses)
             if running and now.total is not None and done >= 2:
                 left_s = (now.total - done) * (self._now_s - self._first_s) / (done - 1)
-            return replace(
-                now,
-                state=state,
-                running=running,
-                losses=tuple(now.losses),
-                speeds=tuple(now.speeds),
-                epochs=tuple(now.epochs),
-                ends=tuple(now.ends),
-                seconds=self._now_s - self._start_s,
-                left_s=left_s,
-            )
+            lists = {name: tuple(getattr(now, name)) for name in ("losses", "speeds", "epochs", "ends")}
+            seconds = self._now_s - self._start_s
+            return replace(now, state=state, running=running, seconds=seconds, left_s=left_s, **lists)
 
 
 class RefreshRate:

@@ -154,12 +154,10 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
             f"this training has. Use on_failure='heal', or make a new Training for {ranks} ranks and load a checkpoint."
         )
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
-    machine = training.cluster.calibrate(accept_noise=True)
+    machine, get_graph = training.cluster.calibrate(accept_noise=True), training.traces.get_graph
     warn_of_gpus(training.cluster.call, training.recipe.device)
-    forecasts = search(
-        ranks, batch, training.traces.get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked
-    )
-    return forecasts.fitting[0].plan
+    found = search(ranks, batch, get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked)
+    return found.fitting[0].plan
 
 
 def _normalises_alike(plan: Plan, now: Plan, layers: Sequence[Layer]) -> bool:

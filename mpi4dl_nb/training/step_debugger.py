@@ -95,7 +95,8 @@ class StepDebugger(FactTable):
         begin = rank_functions.begin_debug_step, self.training.name, self.training.steps, self.images, self.number
         with self.training.explain_failure():
             standings = self.training.cluster.call(*begin, per_rank=parts)
-        self._update_event(tuple(0 for _ in parts), 0, standings)
+        start = (0,) * len(parts)
+        self._update_event(start, 0, standings, start)
 
     # ---- executing
 
@@ -295,9 +296,8 @@ class StepDebugger(FactTable):
         if self.done:
             raise PlanError("The step is done, and the weights have moved. restart() begins another one on this batch.")
         if not self.number:
-            raise PlanError(
-                "This step was given up: closed, interrupted, or a rank has failed. restart() begins it anew."
-            )
+            problem = "This step was given up: closed, interrupted, or a rank has failed."
+            raise PlanError(f"{problem} restart() begins it anew.")
 
     def _advance(self, target: StepCounts) -> StepEvent:
         # The notebook sends only how far the ranks go. They execute at once, as in any step, and wait for each other's
@@ -324,11 +324,9 @@ class StepDebugger(FactTable):
             raise PlanError("The ranks have done other work, and gave this step up for it. restart() begins it anew.")
         return [answer for (answer,) in answers]
 
-    def _update_event(
-        self, now: StepCounts, number: int, standings: Sequence[StepState], before: StepCounts | None = None
-    ) -> None:
+    def _update_event(self, now: StepCounts, number: int, standings: Sequence[StepState], before: StepCounts) -> None:
         losses = {n: loss for standing in standings for n, loss in standing.losses.items()}
-        before, ranks = before or now, []
+        ranks = []
         for rank, (standing, at, steps) in enumerate(zip(standings, now, self.steps, strict=True)):
             event = RankEvent(
                 rank,

@@ -291,19 +291,14 @@ class Training(TrainingHandle):
         except TraceError:  # a model that cannot be converted: one process names the user's line
             check_reference(self.recipe, self.model, self.loss, make_batches(self.recipe, seed, steps=1))
             raise
-        if data is None:
-            whole = make_batches(recipe, seed)
-        else:
-            whole = []
-            for batch in data:
-                count_images(batch)  # raises ImageError unless it is a pair
-                whole.append(prepare_batch(recipe, *copy_batch(batch)))
+        whole = make_batches(recipe, seed) if data is None else []
+        for batch in () if data is None else data:
+            count_images(batch)  # raises ImageError unless it is a pair
+            whole.append(prepare_batch(recipe, *copy_batch(batch)))
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
-        work = [
-            (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
-            for program in recipe.programs
-        ]
+        parts = ([cut_inputs(program, batch) for batch in whole] for program in recipe.programs)
+        work = list(zip(map(recipe.restrict_to_rank, recipe.programs), parts, strict=True))
         line.update(f"Comparing with one process: {len(whole)} steps on {self.cluster.n} ranks ...")
         try:
             records = self.cluster.call(rank_functions.record_reference, per_rank=work)
@@ -393,5 +388,4 @@ class Training(TrainingHandle):
             raise PlanError(
                 "timeline() shows the last step, but none was run yet, or since load(). Call step() or fit() first."
             )
-        events = build_timeline(self.reports).events
-        return StepTimeline(events, self.reported.plan, self.reported)
+        return StepTimeline(build_timeline(self.reports).events, self.reported.plan, self.reported)

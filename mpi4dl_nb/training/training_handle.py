@@ -39,16 +39,8 @@ from mpi4dl_nb.status_line import LATER_S, show_status
 from mpi4dl_nb.training.batches import check_order, prepare_batch
 
 _FOR_LOOPS = {
-    "check_unchanged",
-    "explain_failure",
-    "feed_state",
-    "identity",
-    "is_whole",
-    "make_ready",
-    "record_step",
-    "take",
-    "task",
-    "traces",
+    *("check_unchanged", "explain_failure", "feed_state", "identity", "is_whole"),
+    *("make_ready", "record_step", "take", "task", "traces"),
 }
 """Names that the completion in a notebook does not offer: loops, predictions and debugged steps use them."""
 
@@ -146,12 +138,10 @@ class TrainingHandle:
         self.check_unchanged()
         recipe = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
-        parts = [(cut_inputs(program, whole),) for program in recipe.programs]
+        parts, size = [(cut_inputs(program, whole),) for program in recipe.programs], len(whole["images"])
         with self.cluster.turn, self.explain_failure():
-            answers = self.cluster.call(
-                rank_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
-            )
-            self.record_step([report for report, _ in answers], len(whole["images"]))
+            answers = self.cluster.call(rank_functions.step, self.name, size, self.steps, per_rank=parts)
+            self.record_step([report for report, _ in answers], size)
         return [stats for _, stats in answers]
 
     @contextmanager
@@ -290,8 +280,6 @@ def describe_training(training: TrainingHandle) -> dict[str, object]:
     if losses:
         facts["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
         memory = [report.memory_bytes for report in training.reports]
-        is_one_process = training.cluster.is_one_process
-        facts["Memory"] = (
-            f"{format_bytes(memory[0])}, all ranks" if is_one_process else ", ".join(map(format_bytes, memory))
-        )
+        of_each = ", ".join(map(format_bytes, memory))
+        facts["Memory"] = f"{format_bytes(memory[0])}, all ranks" if training.cluster.is_one_process else of_each
     return facts
