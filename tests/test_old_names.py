@@ -13,7 +13,7 @@ import pytest
 
 import mpi4dl_nb.engines.geometry.tiles
 from mpi4dl_nb import Plan
-from mpi4dl_nb.cluster.user_modules import is_user_module
+from mpi4dl_nb.cluster.user_modules import find_user_file
 from mpi4dl_nb.engines.cli.options import build_model, make_parser
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def test_an_old_name_is_the_same_module_and_leaves_it_as_it_is(monkeypatch):
     tiles = mpi4dl_nb.engines.geometry.tiles
     assert importlib.import_module("engines.geometry.tiles") is tiles
     assert tiles.__spec__.name == tiles.__name__ == "mpi4dl_nb.engines.geometry.tiles"
-    assert not is_user_module("engines.geometry.tiles", sys.modules["engines.geometry.tiles"])
+    assert find_user_file("engines.geometry.tiles", sys.modules["engines.geometry.tiles"]) == ""
 
 
 def test_in_a_repository_the_folder_itself_is_the_same_package(tmp_path):

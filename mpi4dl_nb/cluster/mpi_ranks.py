@@ -139,12 +139,10 @@ class MpiRanks:
         self._launchers: list[Any] = []
         self._reports = SupervisorReports(self._reaper.get_ended_pids)
         self._processes, self._lacks_nanny = ClusterProcesses(), False
-        watched = self._processes.measure_work_s, self._find_stopped
-        self._starting = StartupMonitor(n, *watched, stopped_s)
+        self._starting = StartupMonitor(n, self._processes.measure_work_s, self._find_stopped, stopped_s)
         self._ended_with_helper: dict[int, RankExit] = {}
         self._unexplained: set[int] = set()
         self._modules = UserModules()
-        self._follow = self._modules.follow
         try:
             self._start()
         except BaseException as error:
@@ -306,9 +304,7 @@ class MpiRanks:
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
         """Pickle values. Modules that the ranks would have in another version than the notebook are sent by value."""
-        packed = self._modules.pack(values)
-        self._follow = self._modules.follow
-        return packed
+        return self._modules.pack(values)
 
     def count(self) -> int:
         """Return the number of ranks, without excluded ones."""
@@ -320,7 +316,7 @@ class MpiRanks:
             view = self._views[rank]
             for numbers in (self._client.history, view.history, view.outstanding):
                 numbers.clear()  # earlier messages, all of which ipyparallel would keep
-            asked, reply = call_in_parts(view, common, own, self._follow)
+            asked, reply = call_in_parts(view, common, own, self._modules.follow)
             self._outputs[rank].add_call(self._client.metadata, asked)
             return reply
         except IndexError as error:  # the engine is gone, and its id with it

@@ -16,7 +16,7 @@ from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from mpi4dl_nb.cluster.remote_call import Ranks
-from mpi4dl_nb.cluster.user_modules import is_user_module
+from mpi4dl_nb.cluster.user_modules import find_user_file
 
 # How a cluster ends without a call of `stop`, and who ends its ranks then:
 #
@@ -162,7 +162,7 @@ def find_holder_name(
     at_work = _get_thread_locals()
     modules = []
     for name, module in list(sys.modules.items()):
-        if is_user_module(name, module):
+        if find_user_file(name, module):
             holders.setdefault(id(vars(module)), name)
         elif isinstance(module, ModuleType):
             modules.append(vars(module))

@@ -78,7 +78,7 @@ class _UserModule:
 
 
 class UserModules:
-    """Pickles the calls for one group of ranks, and holds what the ranks must `follow`.
+    """Pickles the calls for one group of ranks, and holds what the ranks must `follow`, as of the last `pack`.
 
     `_sent` holds the versions of the modules that these ranks may have imported.
     """
@@ -89,10 +89,10 @@ class UserModules:
         self._sent: dict[str, SourceVersion | None] = {}
         self._reported: set[str] = set()
         self._refresh()
+        self.follow = self._collect_imports()
 
-    @property
-    def follow(self) -> NotebookImports:
-        """What ranks must apply to match the notebook, as of the last `pack`: search path, reloads, changed files."""
+    def _collect_imports(self) -> NotebookImports:
+        """Return what ranks must apply to match the notebook: search path, reloads, changed files."""
         reloaded = {
             name: known.version
             for name, known in self._known.items()
@@ -137,6 +137,7 @@ class UserModules:
             imported |= new
         for name in imported:
             self._sent.setdefault(name, self._known[name].version)
+        self.follow = self._collect_imports()
         return packed
 
     def _refresh(self) -> None:
@@ -189,13 +190,8 @@ class UserModules:
         return self._known.keys() & modules
 
 
-def is_user_module(name: str, module: object) -> bool:
-    """Return whether a module was loaded from a file outside of Python, installed packages and this package."""
-    return find_user_file(name, module) != ""
-
-
 def find_user_file(name: str, module: object) -> str:
-    """Return the file that a user's module was loaded from; empty for any other module."""
+    """Return the file that a user's module was loaded from; empty for modules of Python, packages, and ours."""
     spec: Any = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None)
     if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):

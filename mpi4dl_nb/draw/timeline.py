@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from numbers import Real
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -22,6 +21,7 @@ from mpi4dl_nb.draw.figure import (
     get_row_layout,
     write_first_fit,
 )
+from mpi4dl_nb.engines.checks import is_number
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout
@@ -83,6 +83,7 @@ LOOKS = {
     "all-reduce": BarStyle("all-reduce", "#f0e442", "|||"),
 }
 ORDER = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)  # in the legend
+ROW_LOOKS = (FORWARD, LOOKS["halo"], WAIT)  # of the shares of a rank's time: work, communication, waiting
 
 RowLabels = Mapping[int, tuple[str, ...]]
 """Each rank's name and roles."""
@@ -151,9 +152,7 @@ def show_timeline(
 
 
 def _is_span(span: object) -> bool:
-    if not isinstance(span, Sequence) or [isinstance(bound, Real) for bound in span] != [True, True]:
-        return False
-    return bool(0 <= span[0] < span[1])
+    return isinstance(span, Sequence) and [*map(is_number, span)] == [True, True] and bool(0 <= span[0] < span[1])
 
 
 def format_timeline_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:

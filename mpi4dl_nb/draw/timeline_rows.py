@@ -10,16 +10,7 @@ import numpy as np
 
 from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
-from mpi4dl_nb.draw.timeline import (
-    FORWARD,
-    LETTERS,
-    LOOKS,
-    ORDER,
-    WAIT,
-    format_timeline_title,
-    get_style,
-    make_row_labels,
-)
+from mpi4dl_nb.draw.timeline import LETTERS, ORDER, ROW_LOOKS, WAIT, format_timeline_title, get_style, make_row_labels
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.timeline import WORK, Timeline, compute_time_shares
 
@@ -79,7 +70,7 @@ def make_timeline_rows(
     words = {
         "looks": [asdict(style) for style in ORDER],
         "wait": looks[WAIT],
-        "row_looks": [looks[FORWARD], looks[LOOKS["halo"]], looks[WAIT]],  # of a rank's shares
+        "row_looks": [looks[style] for style in ROW_LOOKS],
         "names": list(names),
         "layers": [(layers or {}).get(name, "") for name in names],
         "kinds": list(kinds),

@@ -58,10 +58,9 @@ def collect_versions(mpiexec: str) -> dict:
         done = run_program([mpiexec, "--version"], _ASKED_S, HOME=os.devnull)  # MPI reads no settings from there
         versions["MPI"] = next(iter(done.stdout.strip().splitlines()), None)
     for name in _PACKAGES:
-        try:
+        versions[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 

@@ -131,8 +131,10 @@ class HostAgents:
     ) -> dict[str, dict[str, Any]]:
         """Return the facts of all hosts (`host_agent.collect_facts`). Raises RankError if one is silent or differs."""
         until_s = time.monotonic() + _REPLY_S
+        # By this connection: a command line would show them to all users of the host.
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         for host, agent in self.agents.items():
-            details = {"towards": towards[host], "ranks": ranks[host], "paths": _get_paths()}
+            details = {"towards": towards[host], "ranks": ranks[host], "paths": paths}
             agent.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **details)
         versions = host_agent.collect_versions(mpiexec)
         replies = {host: agent.wait_for_reply("facts", until_s) for host, agent in self.agents.items()}
@@ -190,22 +192,14 @@ class HostAgents:
             agent.end(until_s)
 
 
-def _get_paths() -> list[str]:
-    """Return the folders of PYTHONPATH, which a command line would show to all users of the host."""
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-
-
 def _quote(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip(" @\n")]
     return f" ({' / '.join(lines[-3:])})" if lines else ""
 
 
 def check_alike(host: str, facts: Mapping[str, Any], own: Mapping[str, Any], folder: str) -> None:
-    other = [
-        f"{name} {facts['versions'].get(name) or 'not at all'} (here: {version})"
-        for name, version in own.items()
-        if facts["versions"].get(name) != version
-    ]
+    there = ((name, facts["versions"].get(name), version) for name, version in own.items())
+    other = [f"{name} {its or 'not at all'} (here: {version})" for name, its, version in there if its != version]
     if other:
         raise RankError(
             f"The host {host} is not like this one: it has {'; '.join(other)}. Install the same there, "
