@@ -33,13 +33,7 @@ from mpi4dl_nb.launch.multi_host import MultiHost
 from mpi4dl_nb.launch.process_output import CaptureMixin, RankOutput, begin_in_thread, run_in_loop
 from mpi4dl_nb.launch.reaper_process import Reaper, remove_paths
 from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_clusters
-from mpi4dl_nb.launch.startup_monitor import (
-    StartupMonitor,
-    check_cluster,
-    describe_network_settings,
-    find_startup_cause,
-    format_excerpt,
-)
+from mpi4dl_nb.launch.startup_monitor import StartupMonitor, check_cluster, explain_failed_start, find_startup_cause
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank, SupervisorReports
 
 CONTROLLER_PROGRAM = str(Path(launch.__file__).with_name("controller.py"))
@@ -188,11 +182,8 @@ class MpiRanks:
             info = run_in_loop(cluster.controller.get_connection_info())["engine"]
             keys = cluster.controller.connection_files["engine"]
             far.send_files(keys, info["registration"], cluster.cluster_id)
-        run_in_loop(
-            cluster.start_engines(
-                mpi=self._mpi, home=str(self._place.home), across=far, environment=environment, on_line=self._parse_line
-            )
-        )
+        settings = {"mpi": self._mpi, "home": str(self._place.home), "across": far, "on_line": self._parse_line}
+        run_in_loop(cluster.start_engines(environment=environment, **settings))
         self._register(cluster.engine_set)
         self._wait_for_ranks(lambda: len(self._client.ids), "have reported")
         self._order_by_rank()
@@ -277,8 +268,7 @@ class MpiRanks:
     def _make_start_error(self, what: str) -> RankError:
         """Build an error with its cause, if known, and the output of the process that was started last."""
         output = "\n".join(line for line in self._launchers[-1].get_output().split("\n") if supervisor.MARK not in line)
-        why = [what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)]
-        return RankError(" ".join(filter(None, why)))
+        return RankError(explain_failed_start(what, output))
 
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""

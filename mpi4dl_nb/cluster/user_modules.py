@@ -62,9 +62,8 @@ class _UserModule:
         """Whether ranks that import the file get the same as the notebook has."""
         now = vars(self.module)
         with suppress(Exception):  # arrays within lists have no truth value
-            return self.current and all(
-                type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items()
-            )
+            same = (type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items())
+            return self.current and all(same)
         return False
 
 

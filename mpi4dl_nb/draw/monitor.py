@@ -175,12 +175,8 @@ EPOCHS = 6  # the last ones; the History has all of them
 SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 2em"
 RANKS = 16  # more than that are in the figure only
 SCORES = {"loss": ".5g", "accuracy": ".3f", "dice": ".3f"}
-EPOCH_COLUMNS = (
-    {"epoch": "d"}
-    | SCORES
-    | {f"held_out_{name}": form for name, form in SCORES.items()}
-    | {"images_per_s": ".2f", "data_wait": ".0%"}
-)
+EPOCH_COLUMNS = {"epoch": "d"} | SCORES | {f"held_out_{name}": form for name, form in SCORES.items()}
+EPOCH_COLUMNS |= {"images_per_s": ".2f", "data_wait": ".0%"}
 """Columns of the table of epochs, with the formats of their numbers."""
 
 
@@ -190,11 +186,8 @@ def format_progress_html(progress: Progress) -> str:
     descriptions = [f"step {len(progress.losses)}{of}"]
     if last is not None:
         wait = last.wait_s / (last.seconds + last.wait_s)
-        descriptions = [
-            f"epoch {last.epoch}, {descriptions[0]}",
-            f"loss {last.loss:.5g}",
-            f"{format_number(progress.speeds[-1])} images/s",
-        ]
+        descriptions = [f"epoch {last.epoch}, {descriptions[0]}", f"loss {last.loss:.5g}"]
+        descriptions += [f"{format_number(progress.speeds[-1])} images/s"]
         descriptions += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
         descriptions += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
         descriptions += [f"about {format_duration(progress.left_s)} left"] if progress.left_s is not None else []

@@ -128,11 +128,9 @@ def show_timeline(
     figure = Drawing(figsize=(11, 0.8 + sum(tall)), layout="constrained")
     axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=tall)[:, 0]
     titles = {name: format_timeline_title(name, charts, plan) for name in charts}
-    met = {
-        style
-        for panel, (name, chart) in zip(axes, charts.items(), strict=True)
-        for style in _draw_chart(panel, chart, rows[name], titles[name])
-    }
+    met: set[BarStyle] = set()
+    for panel, (name, chart) in zip(axes, charts.items(), strict=True):
+        met |= _draw_chart(panel, chart, rows[name], titles[name])
     # The hint is below the title of the upper chart only, and the label of the shared axis below the lower chart only.
     axes[0].set_title(f"{titles['measured']}\n{HINT}", loc="left", fontsize=10)
     for panel in axes[:-1]:

@@ -172,17 +172,17 @@ def show_tuning(
     return figure
 
 
+def _get_state(point: TuningPoint) -> str:
+    return "too large" if not point.number else "measured" if point.measured_image_s else "predicted"
+
+
 def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | None) -> None:
     """Draw time against memory: marks are filled if measured, pale if predicted, hollow if the plan is too large."""
     for kind, look in KIND_LOOKS.items():
-        mine = [point for point in points if point.kind == kind]
         faces = {"measured": look.colour, "predicted": f"{look.colour}33", "too large": "none"}
+        marks = [(_get_state(point), point.cost) for point in points if point.kind == kind]
         for index, (state, face) in enumerate(faces.items()):
-            places = [
-                (point.cost[1] / MB, point.cost[0] * 1e3)
-                for point in mine
-                if index == (2 if not point.number else not point.measured_image_s)
-            ]
+            places = [(size / MB, seconds * 1e3) for mark, (seconds, size) in marks if mark == state]
             style: Style = {"marker": look.marker, "s": 64, "facecolors": face, "edgecolors": look.colour}
             if places:
                 style |= {"linewidths": 1.2, "label": f"{look.name}, {state}", "zorder": 4 - index}

@@ -85,11 +85,8 @@ class ClusterProcesses:
         """Describe which helpers, supervisors included, were stopped by a signal; empty if none was."""
         known = {name: name for name in self._helpers}
         known |= {_SUPERVISOR.format(was): _SUPERVISOR.format(rank) for rank, was in enumerate(self._numbers)}
-        return " and ".join(
-            f"{known[name]} (process {pid}) was stopped by a signal"
-            for name, pid in self.find_stopped()
-            if name in known
-        )
+        stopped = ((known[name], pid) for name, pid in self.find_stopped() if name in known)
+        return " and ".join(f"{name} (process {pid}) was stopped by a signal" for name, pid in stopped)
 
     def find_ended_nannies(self) -> list[str]:
         """Return the nannies that have ended although their ranks have not, which then do nothing or all too much."""

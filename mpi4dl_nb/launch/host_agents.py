@@ -171,13 +171,11 @@ class HostAgents:
 
     def find_silent_hosts(self) -> dict[str, float]:
         """Return the hosts that do not answer, with the seconds since their last reply."""
-        now = time.monotonic()
-        quiet = {host: now - agent.replied_s for host, agent in self.agents.items()}
-        return {
-            host: quiet_s
-            for host, quiet_s in quiet.items()
-            if quiet_s > SILENT_S or self.agents[host].process.poll() is not None
-        }
+        now_s, silent = time.monotonic(), {}
+        for host, agent in self.agents.items():
+            if (quiet_s := now_s - agent.replied_s) > SILENT_S or agent.process.poll() is not None:
+                silent[host] = quiet_s
+        return silent
 
     def close(self) -> None:
         """Make all agents exit; kill the connections of those that do not answer."""

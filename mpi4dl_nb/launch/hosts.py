@@ -179,12 +179,8 @@ class Hosts:
             else:
                 counts.append(min(left, host.slots))
                 left -= counts[-1]
-        ends = accumulate(counts)
-        return tuple(
-            HostRanks(host.name, range(end - count, end))
-            for host, count, end in zip(self.hosts, counts, ends, strict=True)
-            if count
-        )
+        shares = zip(self.hosts, counts, accumulate(counts), strict=True)
+        return tuple(HostRanks(host.name, range(end - count, end)) for host, count, end in shares if count)
 
 
 # The hosts that a batch system has allocated to this job, read from the environment set by Slurm and PBS.

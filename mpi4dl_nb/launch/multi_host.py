@@ -157,9 +157,8 @@ class MultiHost:
         commands = {host: self.reach.make_command(host, self.addresses[host], words) for host in hosts}
         towards = {host: find_own_address(self.addresses[host]) or self.address for host in hosts}
         self._home, self._agents = home, HostAgents(commands, home)
-        self._facts = self._agents.collect_facts(
-            towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), find_mpiexec()
-        )
+        counts = {share.name: len(share.ranks) for share in self.shares}
+        self._facts = self._agents.collect_facts(towards, counts, str(Path.cwd()), find_mpiexec())
 
     def send_files(self, file: str, port: int, cluster_id: str) -> None:
         """Send the hosts their files over the encrypted agent connections, never in the clear or on a command line.

@@ -83,18 +83,13 @@ class StartupMonitor:
             self._look(now_s)
         self._report_delay(now_s, what)
         # Too little work, or far too much of it. A limit on the time alone would end good starts on a busy machine.
-        silent_s, idle_s = now_s - self._since_s, now_s - self._sign_s
+        idle_s, silence = now_s - self._sign_s, f"{what}, and nothing more for {now_s - self._since_s:.0f} s"
         if idle_s > _IDLE_S * compute_load_factor():
-            return (
-                f"{what}, and nothing more for {silent_s:.0f} s: the processes of the start have done nothing for "
-                f"{idle_s:.0f} s."
-            )
+            return f"{silence}: the processes of the start have done nothing for {idle_s:.0f} s."
         done_s = (self._done_s - self._done_before_s) / self.n
         if done_s > _TIMES * self.usual_s:
-            return (
-                f"{what}, and nothing more for {silent_s:.0f} s, in which each has taken {done_s:.0f} s of a "
-                f"processor: {self.usual_s:.0f} s are usual for a start."
-            )
+            usual = f"{self.usual_s:.0f} s are usual for a start"
+            return f"{silence}, in which each has taken {done_s:.0f} s of a processor: {usual}."
         return ""
 
     def describe_stopped(self, what: str) -> str:
@@ -261,6 +256,13 @@ def find_startup_cause(output: str) -> str:
             cause = match.expand(text)
             return f"{cause[0].upper()}{cause[1:]}."
     return ""
+
+
+def explain_failed_start(what: str, output: str) -> str:
+    """Return what went wrong, with its cause, if known, and an excerpt of the output."""
+    return " ".join(
+        filter(None, [what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)])
+    )
 
 
 def format_excerpt(output: str) -> str:

@@ -147,10 +147,8 @@ class PlanTuner:
         _check_steps(steps)
         trials = [PlanTrial(self.cluster, partial(self.task.prepare, candidate.plan)) for candidate in candidates]
         run_interleaved(trials, steps, report, count_bytes)
-        return [
-            replace(candidate, measured=trial.measured, failure=trial.failure)
-            for candidate, trial in zip(candidates, trials, strict=True)
-        ]
+        pairs = zip(candidates, trials, strict=True)
+        return [replace(candidate, measured=trial.measured, failure=trial.failure) for candidate, trial in pairs]
 
 
 def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:

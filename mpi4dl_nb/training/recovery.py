@@ -166,10 +166,10 @@ def _normalises_alike(plan: Plan, now: Plan, layers: Sequence[Layer]) -> bool:
         return True
     if plan.split_size > len(layers) or plan.local_dp != now.local_dp or plan.bidirectional:
         return False
+
     # The same tiles must cover the same layers. With fused halos, two ranks normalise the pixels that both compute.
-    tiled = [
-        [pair for pair in zip(compared.grids, cut_stages(layers, compared), strict=True) if pair[0].tiles > 1]
-        for compared in (plan, now)
-    ]
-    fused = [(compared.halo_d2, compared.fused_layers) for compared in (plan, now)]
-    return tiled[0] == tiled[1] and fused[0] == fused[1]
+    def find_tiled(compared: Plan) -> tuple[object, ...]:
+        stages = zip(compared.grids, cut_stages(layers, compared), strict=True)
+        return [pair for pair in stages if pair[0].tiles > 1], compared.halo_d2, compared.fused_layers
+
+    return find_tiled(plan) == find_tiled(now)
