@@ -29,9 +29,7 @@ CallRanks = Callable[..., list[Any]]
 """`Cluster.call`: run a function on all ranks."""
 
 
-def calibrate_cluster(
-    call: CallRanks, n: int, quick: bool | None = None, accept_noise: bool = False, progress: bool = True
-) -> Machine:
+def calibrate_cluster(call: CallRanks, n: int, quick: bool | None, accept_noise: bool, progress: bool) -> Machine:
     """Measure the `n` ranks; the arguments are those of `Cluster.calibrate`.
 
     Raises PlanError if the machine is too busy for a measurement that must not be `quick`, unless `accept_noise`, and

@@ -21,6 +21,7 @@ from mpi4dl_nb.engines.program.rank_scheduler import RankScheduler
 from mpi4dl_nb.engines.server import rank_server
 from mpi4dl_nb.engines.server.notebook_imports import pack
 from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.launch.process_output import settle
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
 
 
@@ -51,10 +52,7 @@ class LoopbackRanks(Ranks):
             if last is not None:
                 last.join()
             share_process()
-            try:
-                future.set_result(rank_server.execute(self._hosts[rank], common, own))
-            except BaseException as error:
-                future.set_exception(error)
+            settle(future, lambda: rank_server.execute(self._hosts[rank], common, own))
 
         self._threads[rank] = thread = Thread(target=run_call, name=f"rank {rank}", daemon=True)
         thread.start()
@@ -108,7 +106,7 @@ class SingleThreadRanks(LoopbackRanks):
     """Ranks that share one thread of this process: when a rank must wait, another rank continues."""
 
     def __init__(self, n: int) -> None:
-        self._relay, self._asked = RankScheduler(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
+        self._relay, self._asked = RankScheduler(n), SimpleQueue[_Work | None]()
         self._make_servers(self._relay.worlds)
         for rank, host in enumerate(self._hosts):
             self._relay.register(rank, partial(_offload_trainings, host))
@@ -119,15 +117,12 @@ class SingleThreadRanks(LoopbackRanks):
         """Queue the call; execution starts once all ranks have a call."""
         future: Future[bytes] = Future()
 
-        def run_call() -> None:
-            try:
-                if self._interrupted:
-                    raise ReleasedError("released: it had not begun")
-                future.set_result(rank_server.execute(self._hosts[rank], common, own))
-            except BaseException as error:
-                future.set_exception(error)
+        def run_call() -> bytes:
+            if self._interrupted:
+                raise ReleasedError("released: it had not begun")
+            return rank_server.execute(self._hosts[rank], common, own)
 
-        self._asked.put((future, run_call))
+        self._asked.put(partial(settle, future, run_call))
         return future
 
     def interrupt(self) -> None:
@@ -148,7 +143,7 @@ class SingleThreadRanks(LoopbackRanks):
         while not self._stopped:
             item = self._asked.get()
             if item is not None:
-                asked.append(item[1])
+                asked.append(item)
             # Run only complete calls: ranks wait for each other, so one that is missing would block the rest. `None` is
             # an interrupt, which flushes an incomplete call; its ranks raise ReleasedError.
             if item is None or len(asked) == len(self._hosts):

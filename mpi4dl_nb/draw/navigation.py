@@ -274,7 +274,6 @@ def choose_seam(point: HaloPoint, rank: int) -> Pixel:
         return find_nearest_seam(point, rank, middle)
     piece = min(pieces, key=lambda tile: tile.pixels)
     # A quarter along the piece, because the arrow of the piece points to its middle.
-    row, col = piece.rows.start + len(piece.rows) / 4, piece.cols.start + len(piece.cols) / 4
-    row = min(max(row, tile.rows.start), tile.rows.stop)
-    col = min(max(col, tile.cols.start), tile.cols.stop)
-    return int(row), int(col)
+    quarters = zip([span.start + len(span) / 4 for span in piece], tile, strict=True)
+    row, col = (int(min(max(px, span.start), span.stop)) for px, span in quarters)
+    return row, col

@@ -42,9 +42,7 @@ class PlanShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the blocks."""
-        facts = asdict(self)
-        del facts["blocks"]
-        return facts
+        return {name: value for name, value in asdict(self).items() if name != "blocks"}
 
 
 def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:

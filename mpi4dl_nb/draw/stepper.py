@@ -27,7 +27,6 @@ from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.plan.schedule import Schedule
 from mpi4dl_nb.engines.train.step_events import (
     DebuggedStep,
-    EmptyPanel,
     PanelGroup,
     RankEvent,
     RankPanel,
@@ -226,7 +225,7 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
     if not groups:
         reasons: dict[str, list[int]] = {}
         for panel in view.panels:
-            if isinstance(panel, EmptyPanel):
+            if panel.seen is None:
                 reasons.setdefault(panel.why, []).append(panel.rank)
         descriptions = [f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
         if view.event.done:

@@ -56,9 +56,7 @@ def make_timeline_rows(
     labels = make_row_labels(charts, plan)
     places = {rank: row for row, rank in enumerate(timeline.ranks)}
     looks = {style: index for index, style in enumerate(ORDER)}
-    names: Names = {}
-    kinds: Names = {}
-    phases: Names = {}
+    names, kinds, phases = Names(), Names(), Names()
     times, codes = [], []
     for chart in charts.values():
         for index, event in sorted(enumerate(chart.events), key=lambda item: (item[1].rank, item[1].start_s)):

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, product
 from math import prod
@@ -157,7 +157,7 @@ class Hosts:
         A host without ranks is left out. Raises PlanError if there are more ranks than slots.
 
         >>> [str(share) for share in Hosts(read_hosts(["a", "b"])).assign_ranks(5)]
-        ['a (ranks 0, 1, 2)', 'b (ranks 3, 4)']
+        ['a (ranks 0 to 2)', 'b (ranks 3, 4)']
         """
         fixed = sum(host.slots or 0 for host in self.hosts)
         others = sum(host.slots is None for host in self.hosts)
@@ -273,32 +273,19 @@ def expand_nodes(nodes: str) -> list[str]:
         raise PlanError(f"{_shorten(nodes)} is no list of hosts such as node[001-003,7],gpu1. Name them: hosts=[...].")
     # Count before anything is written out: each bracket multiplies the number of names.
     choices = [[_parse_ranges(piece, nodes) for piece in re.findall(r"\[[^\]]*\]|[^\[]+", part)] for part in parts]
-    count = sum(prod(sum(map(len, ranges)) for ranges in part) for part in choices)
+    count = sum(prod(size for size, _ in part) for part in choices)
     if count > _MOST_HOSTS:
         problem = f"{_shorten(nodes)} stands for more than {_MOST_HOSTS:,} hosts"
         raise PlanError(f"{problem}. Name those that you need: hosts=[...].")
-    names = chain.from_iterable(product(*(chain.from_iterable(ranges) for ranges in part)) for part in choices)
+    names = chain.from_iterable(product(*(texts for _, texts in part)) for part in choices)
     return list(dict.fromkeys(map("".join, names)))
 
 
-class _Range:
-    """The numbers of `001-128` as text, padded to the width of the first."""
-
-    def __init__(self, first: str, last: str) -> None:
-        self._numbers, self._width = range(int(first), int(last) + 1), len(first)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{host_number:0{self._width}d}" for host_number in self._numbers)
-
-
-def _parse_ranges(piece: str, nodes: str) -> Sequence[list[str] | _Range]:
-    """Return the choices of one piece of a host list, `[3,5-7]` or plain text, not yet written out."""
+def _parse_ranges(piece: str, nodes: str) -> tuple[int, Iterable[str]]:
+    """Return how many choices a piece of a host list has, `[3,5-7]` or plain text, and these, not yet written out."""
     if not piece.startswith("["):
-        return [[piece]]
-    ranges = list[list[str] | _Range]()
+        return 1, [piece]
+    count, texts = 0, list[Iterable[str]]()
     for item in piece[1:-1].split(","):
         match = _RANGE.fullmatch(item.strip())
         if not match or int(match[2] or match[1]) < int(match[1]):
@@ -306,5 +293,7 @@ def _parse_ranges(piece: str, nodes: str) -> Sequence[list[str] | _Range]:
                 f"{_shorten(item)} in {_shorten(nodes)} is no number of up to 9 digits, nor a range that ascends. Name "
                 "the hosts: hosts=[...]."
             )
-        ranges.append(_Range(match[1], match[2] or match[1]))
-    return ranges
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
+        count += len(numbers)
+        texts.append(map(f"{{:0{len(match[1])}d}}".format, numbers))  # as wide as the first: 001-128
+    return count, chain.from_iterable(texts)

@@ -59,8 +59,7 @@ class RemoteShell:
             return ["--prtemca", "plm_slurm_args", "--overlap"]
         # No graphics (-x), which MPI would otherwise ask for behind the "--", where ssh would take it for the host.
         agent = shlex.join((*self.agent, "-x", "--"))
-        ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
-        return [*ssh, "--prtemca", "ras", "^slurm,pbs"]
+        return ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent, "--prtemca", "ras", "^slurm,pbs"]
 
     def resolve_addresses(self, hosts: Iterable[str]) -> dict[str, str]:
         """Return addresses by host. Raises PlanError if a host has no address, or if there is no ssh."""

@@ -125,15 +125,16 @@ def run_in_loop(work: Coroutine[Any, Any, Any]) -> Any:
 def begin_in_thread(work: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine in a thread of its own: one that blocks, and may be abandoned, must not block the loop."""
     future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(asyncio.run(work))
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name="mpi4dl_nb connecting", daemon=True).start()
+    Thread(target=settle, args=(future, lambda: asyncio.run(work)), name="mpi4dl_nb connecting", daemon=True).start()
     return future
+
+
+def settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Do some work, and give the future its result or its error."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 # Output of the ranks: the client keeps that of each call, and it is printed with the rank before each line.

@@ -260,9 +260,8 @@ def find_startup_cause(output: str) -> str:
 
 def explain_failed_start(what: str, output: str) -> str:
     """Return what went wrong, with its cause, if known, and an excerpt of the output."""
-    return " ".join(
-        filter(None, [what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)])
-    )
+    sentences = what, find_startup_cause(output), describe_network_settings(), format_excerpt(output)
+    return " ".join(filter(None, sentences))
 
 
 def format_excerpt(output: str) -> str:

@@ -39,12 +39,7 @@ class BatchLoop:
     bad: Sequence[str] = ()
 
     def __init__(
-        self,
-        training: TrainingHandle,
-        data: Batches,
-        evaluate: Evaluate,
-        limit: int | None = None,
-        drop_last: bool = False,
+        self, training: TrainingHandle, data: Batches, evaluate: Evaluate, limit: int | None, drop_last: bool
     ) -> None:
         self.training, self.evaluate = training, evaluate
         self.data, self.limit, self.drop_last = data, limit, drop_last

@@ -63,13 +63,11 @@ class StepTimeline(Timeline):
     """Events of a step that was run under a plan; a notebook displays them as a chart."""
 
     plan: Plan
-    recipe: Recipe | None = field(default=None, repr=False, compare=False)
+    recipe: Recipe = field(repr=False, compare=False)
 
     @cached_property
     def layers(self) -> Mapping[str, str]:
         """The module or layer of each instruction, by its name."""
-        if self.recipe is None:
-            return {}
         labels = (label for program in self.recipe.programs for label in label_steps(self.recipe.graph, program))
         return {label.step.instruction.name: label.where for label in labels}
 
