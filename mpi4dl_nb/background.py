@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from threading import Condition, Thread
 from weakref import WeakMethod
@@ -40,20 +39,18 @@ class LatestOnly:
         """Cancel the pending request, and return the number of the next one."""
         with self._changed:
             self._asked += 1
+            self._changed.notify_all()
             return self._asked
 
     def mark_done(self) -> None:
         """Discard the pending request and release all waiters."""
         with self._changed:
             self._done = self.cancel()
-            self._changed.notify_all()
 
     def pause(self, seconds: float, is_asked: IsAsked) -> bool:
         """Sleep for `seconds`, or until a newer request replaces this one. Return whether this one is still current."""
-        end_s = time.monotonic() + seconds
-        while is_asked() and (left_s := end_s - time.monotonic()) > 0:
-            time.sleep(min(0.02, left_s))
-        return is_asked()
+        with self._changed:
+            return not self._changed.wait_for(lambda: not is_asked(), seconds)
 
     def wait(self, within_s: float) -> bool:
         """Wait until all requests are done. Return whether that was within `within_s` seconds."""

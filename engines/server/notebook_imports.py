@@ -160,8 +160,7 @@ def sync_imports(imports: NotebookImports) -> None:
 
 def make_import_error(error: ImportError) -> PlanError:
     """Make the error for a module that ranks need for what they received, but cannot import."""
-    why = str(error)
     return PlanError(
-        f"The ranks cannot import {error.name or 'a module'}, which they need for what they were sent: {why}. They "
+        f"The ranks cannot import {error.name or 'a module'}, which they need for what they were sent: {error}. They "
         "look where the notebook does (sys.path): is there a file of it, which all hosts see?"
     )

@@ -78,11 +78,7 @@ class RankServer:
         if self.paused is None or self.paused.done:
             self.paused = None
         else:
-            self._reconnect(self.world.renew)
-
-    def recover(self) -> None:
-        """Reconnect the ranks, without old messages; a debug step is aborted. Collective."""
-        self._reconnect(self.world.recover)
+            self.reconnect(self.world.renew)
 
     def discard(self) -> None:
         """Close and forget all that the rank keeps."""
@@ -92,7 +88,8 @@ class RankServer:
                     kept.close()
         self._kept.clear()
 
-    def _reconnect(self, connect: Callable[[], None]) -> None:
+    def reconnect(self, connect: Callable[[], None]) -> None:
+        """Connect the ranks by a function of the world, without old messages; a debug step is aborted. Collective."""
         paused, self.paused = self.paused, None
         connect()
         if paused is not None:
@@ -240,13 +237,13 @@ def _revoke_and_reply(host: RankServer, error: BaseException, before: int) -> by
 @allow_during_step
 def recover(host: RankServer) -> None:
     """Recover for new work after a failure. Trainings stay, on the same world with a new communicator. Collective."""
-    host.recover()
+    host.reconnect(host.world.recover)
 
 
 @allow_during_step
 def recover_and_reset(host: RankServer) -> None:
     """Recover with fewer ranks than before: everything that was made for all of them is discarded. Collective."""
-    host.recover()
+    recover(host)
     host.discard()
 
 

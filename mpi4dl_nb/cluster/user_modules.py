@@ -195,9 +195,8 @@ def find_user_file(name: str, module: object) -> str:
     origin = getattr(spec, "origin", None)
     if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
         return ""
-    if name == "__main__" or spec.name.partition(".")[0] == _OURS:  # a module of ours may have an old name too
-        return ""
-    return "" if origin.startswith(_get_install_folders()) else origin
+    is_ours = spec.name.partition(".")[0] == _OURS  # whatever its name here: a module of ours may have an old one too
+    return "" if name == "__main__" or is_ours or origin.startswith(_get_install_folders()) else origin
 
 
 @cache

@@ -136,6 +136,10 @@ class BarStyle:
         return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": INK, "linewidth": 0.6}
 
 
+Looks = Mapping[str, BarStyle]  # of each kind of bar
+BarRows = Sequence[Mapping[str, float]]  # the lengths in each row, by kind
+
+
 def get_row_layout(rows: int) -> tuple[float, str]:
     """Return the height of a row in inches, and the separator between the parts of its texts."""
     return (0.62, "\n") if rows <= MANY else (0.3, ", ")
@@ -153,13 +157,7 @@ def draw_boxes(axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
         axes.add_artist(PathPatch(Path([point for box in corners for point in box], codes * len(boxes)), **style))
 
 
-def draw_stacks(
-    axes: Axes,
-    looks: Mapping[str, BarStyle],
-    rows: Sequence[Mapping[str, float]],
-    ends: Sequence[str] = (),
-    high: float = 0.72,
-) -> None:
+def draw_stacks(axes: Axes, looks: Looks, rows: BarRows, ends: Sequence[str] = (), high: float = 0.72) -> None:
     """Draw one bar per row, stacked of the row's lengths in the order of `looks`, with the text in `ends` after it."""
     stops = [0.0] * len(rows)
     for kind, look in looks.items():

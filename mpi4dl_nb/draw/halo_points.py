@@ -95,6 +95,10 @@ class HaloPoint(FactTable):
         """The tile that each rank of the stage owns."""
         return dict(zip(self.ranks.ranks, self.ranks.grid.cut(*self.sizes), strict=True))
 
+    def is_in(self, module: str) -> bool:
+        """Return whether a reader belongs to a module, or to one that it contains."""
+        return any(f"{node.module}.".startswith(f"{module}.") for node in self.readers)
+
     def _check_rank(self, rank: int) -> None:
         if rank not in self.numbers:
             ranks = ", ".join(map(str, self.numbers))
@@ -265,7 +269,7 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
     if not isinstance(layer, str):
         return points[layer or 0]
     for point in points:
-        if any(layer == node.name or f"{node.module}.".startswith(f"{layer}.") for node in point.readers):
+        if point.is_in(layer) or layer in {node.name for node in point.readers}:
             return point
     problem = (
         f"layer={layer!r} borrows no halo: it does not exist, is not in a spatial stage, or its outputs read their own "
@@ -280,10 +284,7 @@ def find_layer_of(points: Sequence[HaloPoint], label: str, otherwise: int = 0) -
     `label` is the module's name, or that of an instruction (`blocks.6.branch.0 … 1`), which begins with it.
     """
     module = label.split(" ", maxsplit=1)[0]
-    for index, point in enumerate(points):
-        if module and any(f"{node.module}.".startswith(f"{module}.") for node in point.readers):
-            return index
-    return otherwise
+    return next((index for index, point in enumerate(points) if module and point.is_in(module)), otherwise)
 
 
 def find_rank_layer(points: Sequence[HaloPoint], rank: int, layer: int) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarRows, BarStyle, Drawing, Looks, draw_legend, draw_stacks
 from mpi4dl_nb.engines.formatting import format_bytes, format_number
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout
@@ -152,12 +152,7 @@ def _draw_evaluation(axes: Axes, progress: Progress) -> None:
 
 
 def _draw_rows(
-    axes: Axes,
-    title: str,
-    names: Sequence[str],
-    looks: Mapping[str, BarStyle],
-    rows: Sequence[Mapping[str, float]],
-    ends: Sequence[str] = (),
+    axes: Axes, title: str, names: Sequence[str], looks: Looks, rows: BarRows, ends: Sequence[str] = ()
 ) -> None:
     """Draw one bar, at most 1 long, per name."""
     draw_stacks(axes, looks, rows, ends, high=0.8)

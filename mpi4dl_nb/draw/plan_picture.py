@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpi4dl_nb.draw.rank_map import group_loads
+from mpi4dl_nb.draw.rank_map import group_loads, list_values
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_seconds
 from mpi4dl_nb.engines.plan import Plan
@@ -172,16 +172,14 @@ def describe_load_groups(
         of_rank[list(ranks)] = index
         level, share = judge_memory(load.peak_bytes, limit), (load.peak_bytes or 0) / most
         word = UNCOUNTED if level < 0 else LEVELS[level]
-        lines = [f"weights {format_bytes(load.weight_bytes)}"]
+        (_, weights), _, (_, sent), *times = list_values(load, UNCOUNTED)
+        lines = [f"weights {weights}"]
         if load.kept_bytes is not None and load.halo_bytes is not None and load.peak_bytes is not None:
             lines.append(f"activations {format_bytes(load.kept_bytes - load.halo_bytes)}")
             lines.append(f"halos {format_bytes(load.halo_bytes)}")
             room = f" of {format_bytes(limit)}, {LEVELS[level]}" if limit else ""
             lines.append(f"memory {format_bytes(load.peak_bytes)}{room}")
-        sent = f"{format_count(load.sent.messages, 'message')}, {format_bytes(load.sent.bytes)}"
-        lines.append(f"sends {sent if load.sent.messages else 'nothing'}")
-        if load.busy_s is not None and load.wait_s is not None:
-            lines.append(f"works {format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
+        lines += [f"sends {sent}", *(f"works {time}" for _, time in times)]
         descriptions.append({"level": level, "word": word, "share": share, "lines": lines})
     return tuple(descriptions), of_rank.tobytes()
 

@@ -14,7 +14,7 @@ from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, Style, draw_boxes
 from mpi4dl_nb.draw.memory import trace_model
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
-from mpi4dl_nb.engines.formatting import format_bytes, format_number, format_ranks, format_seconds
+from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_ranks, format_seconds
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Pipeline, StageRanks
@@ -76,7 +76,7 @@ def draw_loads(figure: Drawing, loads: RanksByLoad, top_in: float, missing: str)
     names = [shorten(format_ranks(ranks), MOST_LETTERS, placeholder=" ...") for ranks in groups[:shown]]
     if rest := sum(map(len, groups[shown:])):
         names.append(f"... and {rest} more ranks")
-    by_column = list(zip(*(_list_values(load, missing) for load in loads), strict=True))
+    by_column = list(zip(*(list_values(load, missing) for load in loads), strict=True))
     wide_in, high_in = figure.get_size_inches()
     rows_in = ROW_IN * len(names)
     for values, look, (left, longest) in zip(by_column, LOOKS, PLACES.get(len(by_column), ()), strict=False):
@@ -97,18 +97,18 @@ def draw_loads(figure: Drawing, loads: RanksByLoad, top_in: float, missing: str)
 def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:
     """Yield a description of each row."""
     for load, ranks in loads.items():
-        parts = zip(LOOKS, _list_values(load, missing), strict=False)
+        parts = zip(LOOKS, list_values(load, missing), strict=False)
         yield f"{format_ranks(ranks)}: {', '.join(f'{look.name} {description}' for look, (_, description) in parts)}"
 
 
-def _list_values(load: RankLoad, missing: str) -> list[tuple[float, str]]:
-    """Return the number in each column, and its text."""
+def list_values(load: RankLoad, missing: str) -> list[tuple[float, str]]:
+    """Return a rank's weights, kept activations, messages and, if known, time: each as a number, and as a text."""
     kept = missing
     if load.kept_bytes is not None and load.peak_bytes is not None:
         kept = f"{format_bytes(load.kept_bytes)} ({format_bytes(load.peak_bytes)} in all)"
-    sent = f"{load.sent.messages:,} messages, {format_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
+    sent = f"{format_count(load.sent.messages, 'message')}, {format_bytes(load.sent.bytes)}"
     values: list[tuple[float, str]] = [(load.weight_bytes, format_bytes(load.weight_bytes))]
-    values += [(load.kept_bytes or 0, kept), (load.sent.bytes, sent)]
+    values += [(load.kept_bytes or 0, kept), (load.sent.bytes, sent if load.sent.messages else "nothing")]
     if load.busy_s is not None and load.wait_s is not None:
         values.append((load.busy_s, f"{format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}"))
     return values

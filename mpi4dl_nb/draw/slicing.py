@@ -242,11 +242,7 @@ class LayerView:
 
 
 def make_layer_view(
-    place: Sequence[int],
-    point: HaloPoint,
-    picture: Picture,
-    field: ReceptiveField | None = None,
-    remarks: Sequence[str] = (),
+    place: Sequence[int], point: HaloPoint, picture: Picture, field: ReceptiveField | None, remarks: Sequence[str]
 ) -> LayerView:
     """Return the view of a layer at a place of the picture: its row, column and side in pixels; whole without one."""
     if not place:

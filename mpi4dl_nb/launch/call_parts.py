@@ -50,9 +50,6 @@ class _Arrival:
             answer = asked.result()
             if isinstance(answer, int):
                 self._total = answer
-            elif self._total == 0:
-                self.reply.set_result(answer)
-                return
             else:
                 self._arrived += answer
             if len(self._arrived) < self._total:

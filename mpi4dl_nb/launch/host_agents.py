@@ -79,11 +79,9 @@ class HostAgent:
                     self.replied_s = time.monotonic()
 
     def _send(self, what: object) -> None:
-        try:
+        with suppress(OSError, ValueError):  # the agent is gone, which shows when its reply does not come
             self.orders.write(json.dumps(what).encode() + b"\n")
             self.orders.flush()
-        except (OSError, ValueError):
-            pass  # the agent is gone, which shows when its reply does not come
 
     def send_request(self, do: str, **what: Any) -> None:
         """Send a request; the reply arrives asynchronously."""

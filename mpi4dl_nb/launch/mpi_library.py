@@ -126,19 +126,16 @@ def _query_library(mpiexec: str, python: str) -> MpiLibrary:
     # Open MPI and mpi4py of two releases, and of two MPIs all the more, start without an error: each process then is
     # rank 0 of 1. The descendants of MPICH share one interface between launcher and library.
     same_release = starter_version.split(".")[:2] == [str(part) for part in version[:2]]
-    if starter and (_get_family(starter) != _get_family(name) or (name == "Open MPI" and not same_release)):
+    is_open = name == "Open MPI"
+    if starter and ((starter == "Open MPI") != is_open or (is_open and not same_release)):
         raise RankError(
             f"mpiexec and mpi4py belong to two MPIs: {mpiexec} is of {starter} {starter_version}, but mpi4py uses "
             f"{name} {'.'.join(map(str, version))} ({file}). Each rank would be alone in a world of size 1. {_MEND}."
         )
     # Not every build of Open MPI 5 has ULFM: mpi4py's library must have the function, and mpiexec take the flag.
     flags = ("--with-ft", "ulfm")
-    has_ulfm = name == "Open MPI" and revokes and not _run([mpiexec, *flags, "--version"]).returncode
+    has_ulfm = is_open and revokes and not _run([mpiexec, *flags, "--version"]).returncode
     return MpiLibrary(f"{name} {'.'.join(map(str, version))}", flags if has_ulfm else ())
-
-
-def _get_family(name: str) -> str:
-    return "Open MPI" if name == "Open MPI" else "MPICH"
 
 
 def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:

@@ -62,7 +62,7 @@ class StartupMonitor:
     # its collective initialisation.
     def begin_phase(self) -> None:
         """Start counting again from zero."""
-        self._count, self._done_before_s = 0, self._done_s
+        self._count = 0
         self._note_progress(time.monotonic())
 
     def _note_progress(self, now_s: float) -> None:
