@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
 from mpi4dl_nb.draw.picture_reach import describe_reach, explain_no_reach, make_reach
@@ -80,7 +80,7 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "words": words,
             }
         )
-        tables = (
+        tables: tuple[ArrayLike, ...] = (
             [tile.sides for tile in point.tiles.values()],
             [(point.get_window(rank) & Tile.whole(rows, cols)).sides for rank in ranks],
             [(numbers[move.source], numbers[rank], *move.tile.sides) for move, rank in pieces],
@@ -88,7 +88,7 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
             # What depends on nothing has a start beyond its stop: here both are 0.
             *(np.where(axis.starts < axis.stops, (axis.starts, axis.stops), 0).T for axis in spans),
         )
-        parts += map(np.ravel, tables)
+        parts += [np.ravel(table) for table in tables]
     return LayerTables(tuple(facts), np.concatenate([np.zeros(0), *parts]).astype("<i4"))
 
 

@@ -246,8 +246,8 @@ def _format_table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[st
         return ""
     cell = 'style="text-align:right;padding:0 0.6em"'
     first = 'style="text-align:left;padding:0 0.6em 0 0;font-weight:normal"'
-    styles = first, *[cell] * len(rows[0])
-    head = "".join(f'<th scope="col" {style}>{escape(name)}</th>' for style, name in zip(styles, heads, strict=False))
+    styles = first, *[cell] * (len(rows[0]) - 1)
+    head = "".join(f'<th scope="col" {style}>{escape(name)}</th>' for style, name in zip(styles, heads, strict=True))
     body = ""
     for name, *values in rows:
         cells = "".join(f"<td {cell}>{escape(text)}</td>" for text in values)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -67,7 +68,7 @@ class ProgressRecorder:
             done = len(now.losses)
             if running and now.total is not None and done >= 2:
                 left_s = (now.total - done) * (self._now_s - self._first_s) / (done - 1)
-            lists = {name: tuple(getattr(now, name)) for name in ("losses", "speeds", "epochs", "ends")}
+            lists: dict[str, Any] = {name: tuple(getattr(now, name)) for name in ("losses", "speeds", "epochs", "ends")}
             seconds = self._now_s - self._start_s
             return replace(now, state=state, running=running, seconds=seconds, left_s=left_s, **lists)
 
