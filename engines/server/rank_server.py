@@ -173,6 +173,7 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
 
 
 Packed = bytes | memoryview
+Work = tuple[Packed, Packed]
 
 
 def execute(host: RankServer, common: Packed, own: Packed, followed: NotebookImports | None = None) -> bytes:
@@ -301,7 +302,7 @@ def receive_part(part: bytes, begin: int, total_bytes: int) -> None:
         host.arriving += part
 
 
-def _take_work(host: RankServer, common_bytes: int, own_bytes: int) -> tuple[Packed, Packed]:
+def _take_work(host: RankServer, common_bytes: int, own_bytes: int) -> Work:
     """Return the two pieces of what has arrived in parts. Raises RankError if a part is missing."""
     arrived, host.arriving = host.arriving, None
     total_bytes = common_bytes + own_bytes
@@ -347,9 +348,7 @@ def _is_in_finaliser(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def run(
-    work: tuple[Packed, Packed] | None, sizes: tuple[int, int], followed: NotebookImports, part_bytes: int
-) -> bytes | int:
+def run(work: Work | None, sizes: tuple[int, int], followed: NotebookImports, part_bytes: int) -> bytes | int:
     """Call `execute` on this MPI process; the first SIGINT interrupts it.
 
     `work` is its `common` and `own`, of these `sizes`; None if they have come in parts. A reply of more than

@@ -25,6 +25,10 @@ from mpi4dl_nb.launch.process_output import settle
 from mpi4dl_nb.launch.supervisor_reports import StalledRank
 
 
+def _put_line(lines: SimpleQueue[tuple[int, OutputLine]], rank: int, line: OutputLine) -> None:
+    lines.put((rank, line))
+
+
 class LoopbackRanks(Ranks):
     """Ranks as threads of this process, without MPI or any other process."""
 
@@ -34,9 +38,9 @@ class LoopbackRanks(Ranks):
     def _make_servers(self, worlds: Sequence[World]) -> None:
         self._hosts = [rank_server.RankServer(world) for world in worlds]
         self._threads: dict[int, Thread] = {}  # of the last call of each rank
-        self._lines = lines = SimpleQueue[tuple[int, OutputLine]]()
+        self._lines: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
         for rank, host in enumerate(self._hosts):
-            host.board.output = LineBuffer(lambda line, rank=rank: lines.put((rank, line)))
+            host.board.output = LineBuffer(partial(_put_line, self._lines, rank))
 
     def count(self) -> int:
         """Return the number of ranks."""

@@ -171,10 +171,8 @@ def _list_sums(view: StepView, values: _Values) -> Iterator[dict[str, Any]]:
             words = f"sum of {format_bytes(reduction.bytes)} over {who}, {rank.did.phase_name}{ends}"
             held = ((who, view.sums[who]) for who in reduction.group)
             known = {who: summed for who, summed in held if summed is not None and summed.name == reduction.name}
-            terms = [
-                {"rank": who, "before": values.add_row(summed.before), "after": values.add_row(summed.after)}
-                for who, summed in known.items()
-            ]
+            add = values.add_row
+            terms = [{"rank": who, "before": add(term.before), "after": add(term.after)} for who, term in known.items()]
             yield {
                 "group": list(reduction.group),
                 "starts": reduction.starts,

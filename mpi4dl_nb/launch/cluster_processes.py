@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import psutil
@@ -97,7 +97,12 @@ class ClusterProcesses:
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
         self._looked_s, self._stopped, work_s = time.monotonic(), [], 0.0
-        for name, process in self._iterate():
+        # Helpers have names; those of their descendants are to be found.
+        family = list(self._helpers.items())
+        for helper in self._helpers.values():
+            with suppress(psutil.Error):
+                family += [("", process) for process in helper.children(recursive=True)]
+        for name, process in family:
             with suppress(psutil.Error):
                 used = process.cpu_times()
                 work_s += used.user + used.system + used.children_user + used.children_system
@@ -107,13 +112,6 @@ class ClusterProcesses:
                     self._nannies[process] = f"{_name_process(process)} (process {process.pid})"
         self._work_s = max(self._work_s, work_s)  # what an ended process had done stays done
         self._ended = [name for process, name in self._nannies.items() if not is_running(process)]
-
-    def _iterate(self) -> Iterator[tuple[str, psutil.Process]]:
-        """Iterate over the helpers by name, then over all their descendants, whose names are to be found."""
-        yield from self._helpers.items()
-        for helper in self._helpers.values():
-            with suppress(psutil.Error):
-                yield from (("", process) for process in helper.children(recursive=True))
 
 
 def _name_process(process: psutil.Process) -> str:
