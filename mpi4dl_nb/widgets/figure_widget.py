@@ -18,7 +18,7 @@ from IPython.display import HTML, DisplayHandle, display
 
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
-from mpi4dl_nb.widgets.page_modules import read_code, read_style
+from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import PageRules, PageView
 from mpi4dl_nb.widgets.saved_frame import FRAME_PICTURE_BYTES, make_frame
 from mpi4dl_nb.widgets.saved_page import PICTURE_BYTES, save_page
@@ -30,7 +30,7 @@ from mpi4dl_nb.widgets.saved_view import SavedPart
 class RangeBar(PageView):
     """A slider for an integer from `min` to `max`. `value` changes on release, or with each arrow key."""
 
-    _esm = read_code("figure/range_bar.js")
+    _esm = join_modules("figure/range_bar.js")
     value = traitlets.Int().tag(sync=True)
     min = traitlets.Int().tag(sync=True)
     max = traitlets.Int().tag(sync=True)
@@ -130,7 +130,7 @@ class FigureView(PageView):
     `paper` is what a dark theme darkens of it.
     """
 
-    _esm = read_code("figure/figure_view.js")
+    _esm = join_modules("figure/figure_view.js")
     _css = read_style("figure/drawing.css", "figure/figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
     paper = traitlets.Unicode("").tag(sync=True)

@@ -40,7 +40,7 @@ class ChoiceTable(PageView):
     and `knows(value)` returns whether there is one with this value.
     """
 
-    _esm = read_code("tuning/choice_table.js")
+    _esm = join_modules("tuning/choice_table.js")
     _css = read_code("tuning/choice_table.css")
     html = traitlets.Unicode("").tag(sync=True)
     chosen = traitlets.Unicode("").tag(sync=True)

@@ -64,6 +64,6 @@ def test_a_page_shows_every_change_of_what_it_reads(script):
     """A change of any value that a script reads, even of that value alone, has a handler that is removed at the end."""
     text = script.read_text()
     read = set(re.findall(r'model\.get\("(\w+)"\)', text))
-    for call in ("on", "off"):
-        events = {name for names in re.findall(rf'model\.{call}\("([^"]+)"', text) for name in names.split()}
-        assert "change" in events or {f"change:{name}" for name in read} == events
+    followed = re.search(r"followModel\(model, \{(.*?)\}, signal\)", text, re.DOTALL)
+    events = set(re.findall(r"\bchange(?::\w+)?", followed[1]))
+    assert "change" in events or {f"change:{name}" for name in read} == events

@@ -1,6 +1,9 @@
 // An image with alt text, which the kernel replaces.
-/** @type {(room: Room<FigureValues>) => () => void} */
-function render({ model, el }) {
+
+import { followModel, makeRender } from "../shared/view_life.js";
+
+/** @type {(room: Room<FigureValues>) => void} */
+function showFigure({ model, el, signal }) {
   const frame = document.createElement("div"), night = document.createElement("i");
   const image = document.createElement("img");
   frame.className = "mpi4dl-drawing";
@@ -22,13 +25,8 @@ function render({ model, el }) {
   };
   show();
   describe();
-  model.on("change:png change:paper", show);
-  model.on("change:alt change:tip", describe);
-  return () => {
-    model.off("change:png change:paper", show);
-    model.off("change:alt change:tip", describe);
-    URL.revokeObjectURL(url);
-  };
+  followModel(model, { "change:png change:paper": show, "change:alt change:tip": describe }, signal);
+  signal.addEventListener("abort", () => URL.revokeObjectURL(url));
 }
 
-export default { render };
+export default { render: makeRender(showFigure) };

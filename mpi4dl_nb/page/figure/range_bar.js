@@ -1,6 +1,9 @@
 // The browser's own slider, which can have an accessible name and handles all keys.
-/** @type {(room: Room<RangeValues>) => () => void} */
-function render({ model, el }) {
+
+import { followModel, makeRender } from "../shared/view_life.js";
+
+/** @type {(room: Room<RangeValues>) => void} */
+function showBar({ model, el, signal }) {
   const bar = document.createElement("input");
   bar.type = "range";
   bar.style.width = "18em";
@@ -16,12 +19,11 @@ function render({ model, el }) {
     bar.title = model.get("tip");
   };
   show();
-  model.on("change", show);
+  followModel(model, { change: show }, signal);
   bar.addEventListener("change", () => {
     model.set("value", Number(bar.value));
     model.save_changes();
   });
-  return () => model.off("change", show);
 }
 
-export default { render };
+export default { render: makeRender(showBar) };

@@ -1,7 +1,8 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
 import { fitCanvas, getContext } from "../shared/canvas.js";
-import { LIGHT, makeElement, makeFrameLoop, readColours, watchTheme } from "../shared/elements.js";
+import { LIGHT, makeElement, readColours } from "../shared/elements.js";
+import { makeFrameLoop, watchSize, watchTheme } from "../shared/view_life.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
 import { fillTexture, getBlockFaces } from "./plan_paint.js";
@@ -15,8 +16,9 @@ const KEYS = "Arrow keys: next tile, then next stage. Page up and down: stage. H
 export class PlanPicture {
   /** @param {HTMLElement} host
    * @param {HTMLElement} status
-   * @param {HTMLElement} legend */
-  constructor(host, status, legend) {
+   * @param {HTMLElement} legend
+   * @param {AbortSignal} signal */
+  constructor(host, status, legend, signal) {
     this.host = host;
     this.status = status;
     this.legend = legend;
@@ -46,10 +48,9 @@ export class PlanPicture {
     /** @type {Pair} */
     this.view = [0, 0];
     this.colours = LIGHT;
-    this.request = makeFrameLoop(() => this.draw());
-    this.observer = new ResizeObserver(() => this.layOut());
-    this.observer.observe(this.room);
-    this.stopWatching = watchTheme(() => this.paint());
+    this.request = makeFrameLoop(() => this.draw(), signal);
+    watchSize(this.room, () => this.layOut(), signal);
+    watchTheme(() => this.paint(), signal);
     this.listen();
   }
 
@@ -210,12 +211,5 @@ export class PlanPicture {
       items.push(makeElement("span", { text: "A block is filled like a tank; that of the fullest rank is full." }));
     }
     this.legend.replaceChildren(...(items.length ? items : ["The memory of the ranks is being counted ..."]));
-  }
-
-  /** End all that the picture has begun. */
-  close() {
-    this.observer.disconnect();
-    this.stopWatching();
-    this.request.cancel();
   }
 }

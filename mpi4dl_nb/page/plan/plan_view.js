@@ -1,6 +1,7 @@
 // The configurator on the page: controls on the left, the picture of the plan in the middle, its gauges on the right.
 
-import { boundHeight, makeButton, makeElement } from "../shared/elements.js";
+import { makeButton, makeElement } from "../shared/elements.js";
+import { boundHeight, followModel, makeRender } from "../shared/view_life.js";
 import { readIntegers } from "../shared/numbers.js";
 import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
@@ -87,13 +88,13 @@ function showStart(parts, start) {
   parts.reason.classList.toggle("mpi4dl-plan-bad", Boolean(start.trouble));
 }
 
-/** Show the configurator of `model` in `el`. Returns the function that ends it.
- * @type {(room: Room<PlanPageValues>) => () => void} */
-function renderPlan({ model, el }) {
+/** Show the configurator of `model` in `el`.
+ * @type {(room: Room<PlanPageValues>) => void} */
+function showPlan({ model, el, signal }) {
   const parts = buildColumns(el, () => model.send({ start: true }));
   const sender = new SettingSender((content) => model.send(content));
   const controls = new PlanControls(parts.left, model.get("options"), (values) => sender.set(values));
-  const picture = new PlanPicture(parts.picture, parts.status, parts.legend);
+  const picture = new PlanPicture(parts.picture, parts.status, parts.legend, signal);
   const gauges = new PlanGauges(parts.gauges);
   /** @type {Record<string, () => void>} */
   const show = {
@@ -121,18 +122,13 @@ function renderPlan({ model, el }) {
   };
   /** @type {Record<string, string[]>} */
   const follow = { errors: ["errors", "gauges"], blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };
-  const observers = Object.entries({ ...show, ...Object.fromEntries(Object.keys(follow).map((name) =>
-    [name, () => follow[name].forEach((each) => show[each]())])) });
-  for (const [name, observer] of observers) model.on(`change:${name}`, observer);
+  const names = [...new Set([...Object.keys(show), ...Object.keys(follow)])];
+  followModel(model, Object.fromEntries(names.map((name) =>
+    [`change:${name}`, () => (follow[name] ?? [name]).forEach((each) => show[each]())])), signal);
   sender.serial = sender.answered = model.get("serial");
   parts.copies.addEventListener("change", () => picture.showCopy(Number(parts.copies.value)));
   for (const each of Object.values(show)) each();
-  const stop = boundHeight(parts.root, model, () => picture.layOut());
-  return () => {
-    stop();
-    for (const [name, observer] of observers) model.off(`change:${name}`, observer);
-    picture.close();
-  };
+  boundHeight(parts.root, model, () => picture.layOut(), signal);
 }
 
-export default { render: renderPlan };
+export default { render: makeRender(showPlan) };

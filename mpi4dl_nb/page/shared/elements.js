@@ -1,5 +1,4 @@
-// Elements of a page: HTML and SVG elements with attributes, buttons, a tooltip, a drawing loop, and the reader's
-// preferences.
+// Elements of a page: HTML and SVG elements with attributes, buttons, a tooltip, and the reader's preferences.
 
 /** Return a new HTML element with attributes and children; `text` is its text.
  * @type {<Name extends keyof HTMLElementTagNameMap>(name: Name, attributes?: Attributes, ...children: Child[]) =>
@@ -86,26 +85,6 @@ export function makeKeyHelp(host, keys) {
   return button;
 }
 
-/**
- * Keep an element within the `max_height` of a model, in px, or else within the window, and call `resize` when either
- * changes. Return a function that stops.
- * @type {(element: HTMLElement, model: Model<PageValues>, resize: () => void) => () => void}
- */
-export function boundHeight(element, model, resize) {
-  const bound = () => {
-    const most = model.get("max_height");
-    element.style.setProperty("--mpi4dl-max-height", most ? `${most}px` : "");
-    resize();
-  };
-  bound();
-  model.on("change:max_height", bound);
-  window.addEventListener("resize", resize);
-  return () => {
-    model.off("change:max_height", bound);
-    window.removeEventListener("resize", resize);
-  };
-}
-
 /** Return the px that an element is at most high, see page.css.
  * @type {(element: Element) => number} */
 export function readHeightLimit(element) {
@@ -143,17 +122,6 @@ export class Tooltip {
   }
 }
 
-/** Return a function that calls `draw` before the next frame, once, however often it is called.
- * @type {(draw: () => void) => FrameLoop} */
-export function makeFrameLoop(draw) {
-  let asked = 0;
-  const request = () => {
-    if (!asked) asked = requestAnimationFrame(() => { asked = 0; draw(); });
-  };
-  request.cancel = () => cancelAnimationFrame(asked);
-  return request;
-}
-
 /** The colours of the light theme.
  * @type {Theme} */
 export const LIGHT = {
@@ -172,12 +140,4 @@ export function readColours(element) {
   const read = (name) => style.getPropertyValue(`--${name}`).trim() || LIGHT[name];
   const [ink, faint, paper] = [read("ink"), read("faint"), read("paper")];
   return { ink, faint, paper, panel: read("panel"), line: read("line"), brand: read("brand") };
-}
-
-/** Call `redraw` when the theme of the page may have changed. Return a function that stops.
- * @type {(redraw: () => void) => () => void} */
-export function watchTheme(redraw) {
-  const themes = new MutationObserver(() => redraw());
-  themes.observe(document.body, { attributeFilter: ["data-jp-theme-light", "style", "class"] });
-  return () => themes.disconnect();
 }

@@ -56,10 +56,11 @@ interface Model<Values, Content = object> {
   off(events: string, observer: Observer<Content>): void;
 }
 
-/** What `render` of a module gets: it shows a model in an element, and returns a function that ends it. */
+/** Where a view shows a model: an element, until the signal is aborted. */
 interface Room<Values, Content = object> {
   model: Model<Values, Content>;
   el: HTMLElement;
+  signal: AbortSignal;
 }
 
 /** Values that all views of a page can have. */
@@ -68,7 +69,6 @@ interface PageValues {
   unavailable?: string; // in a saved page: why there is no kernel
 }
 
-type FrameLoop = (() => void) & { cancel(): void };
 type Tooltip = import("./elements.js").Tooltip;
 type Textures = import("./textures.js").Textures;
 

@@ -3,6 +3,7 @@
 import { makeElement, makeSvg } from "../shared/elements.js";
 import { clamp } from "../shared/numbers.js";
 import { listenToDrag } from "../shared/pointer_drag.js";
+import { watchSize } from "../shared/view_life.js";
 
 const HEIGHT = 64;
 const BASE = 50; // of the bars; below are the marks of halos
@@ -48,8 +49,9 @@ function findNearestPoint(places, x) {
 /** A slider over the points of a net. `choose(point)` is called while it is dragged, and for each key. */
 export class NetStrip {
   /** @param {HTMLElement} host
-   * @param {(point: number) => void} choose */
-  constructor(host, choose) {
+   * @param {(point: number) => void} choose
+   * @param {AbortSignal} signal */
+  constructor(host, choose, signal) {
     this.choose = choose;
     this.point = 0;
     this.count = 0;
@@ -68,17 +70,12 @@ export class NetStrip {
     this.svg = makeSvg("svg", { height: HEIGHT, width: "100%", "aria-hidden": "true" });
     this.box.append(this.svg);
     host.append(this.box);
-    this.observer = new ResizeObserver(() => this.draw());
-    this.observer.observe(this.box);
+    watchSize(this.box, () => this.draw(), signal);
     /** @type {(event: PointerEvent) => void} */
     const scrub = (event) => { if (this.places.length) this.select(findNearestPoint(this.places, event.offsetX)); };
     this.svg.style.touchAction = "none";
     listenToDrag(this.box, { begin: scrub, move: scrub });
     this.box.addEventListener("keydown", (event) => this.handleKey(event));
-  }
-
-  close() {
-    this.observer.disconnect();
   }
 
   /** Show a net and the chosen point; `describe(point)` is what a screen reader says of one.

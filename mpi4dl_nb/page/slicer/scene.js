@@ -1,9 +1,10 @@
 // A scene on a canvas: one transform, moved by wheel, drag, pinch and keys; what is on it is painted by its owner.
 
 import { fitCanvas, getContext } from "../shared/canvas.js";
-import { Tooltip, makeElement, makeFrameLoop } from "../shared/elements.js";
+import { Tooltip, makeElement } from "../shared/elements.js";
 import { clamp } from "../shared/numbers.js";
 import { DRAG_PX } from "../shared/pointer_drag.js";
+import { makeFrameLoop, makeTimer, watchSize } from "../shared/view_life.js";
 import { fitRectangle, fitTransform, keepInView, panBy, toScene, toScreen, zoomAt } from "./transform.js";
 
 const ZOOM_STEP = 1.5;
@@ -22,8 +23,9 @@ export class Scene {
   /** @param {HTMLElement} host
    * @param {Pair} size
    * @param {string} label
-   * @param {SceneOwner} owner */
-  constructor(host, size, label, owner) {
+   * @param {SceneOwner} owner
+   * @param {AbortSignal} signal */
+  constructor(host, size, label, owner, signal) {
     this.host = host;
     this.size = size;
     this.owner = owner;
@@ -46,9 +48,9 @@ export class Scene {
     host.append(this.canvas);
     this.tooltip = new Tooltip(host);
     this.context = getContext(this.canvas, { alpha: false });
-    this.requestPaint = makeFrameLoop(() => this.paint());
-    this.observer = new ResizeObserver(() => this.resize());
-    this.observer.observe(host);
+    this.requestPaint = makeFrameLoop(() => this.paint(), signal);
+    this.settle = makeTimer(signal);
+    watchSize(host, () => this.resize(), signal);
     this.listen(this.canvas);
   }
 
@@ -63,13 +65,6 @@ export class Scene {
     canvas.addEventListener("dblclick", (event) => this.zoom(ZOOM_STEP * ZOOM_STEP, event.offsetX, event.offsetY));
     canvas.addEventListener("keydown", (event) => this.handleKey(event));
     canvas.addEventListener("blur", (event) => this.handleLeave(event));
-  }
-
-  /** Stop all that runs for the scene. */
-  close() {
-    this.observer.disconnect();
-    this.requestPaint.cancel();
-    clearTimeout(this.settling);
   }
 
   /** Follow the size of the host. The first size shows the whole scene, and what showed the whole still does. */
@@ -118,8 +113,7 @@ export class Scene {
   moveTo(transform) {
     this.transform = keepInView(transform, this.size, this.view);
     this.requestPaint();
-    clearTimeout(this.settling);
-    this.settling = setTimeout(() => this.owner.settle(), 400);
+    this.settle(400, () => this.owner.settle());
   }
 
   /** Show the whole scene. */

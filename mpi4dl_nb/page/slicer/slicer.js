@@ -1,6 +1,7 @@
 // The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
 
-import { boundHeight, makeButton, makeElement, makeKeyHelp, watchTheme } from "../shared/elements.js";
+import { makeButton, makeElement, makeKeyHelp } from "../shared/elements.js";
+import { boundHeight, followModel, makeRender, makeTimer, watchTheme } from "../shared/view_life.js";
 import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
 import { clamp, readIntegers } from "../shared/numbers.js";
@@ -21,10 +22,11 @@ const READINGS = [["layer", "this layer's halo"], ["picture", "cumulative halo"]
 
 /** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
 class SlicerView {
-  /** @param {Model<SlicerValues, SlicerContent>} model
-   * @param {HTMLElement} el */
-  constructor(model, el) {
+  /** @param {Room<SlicerValues, SlicerContent>} room */
+  constructor({ model, el, signal }) {
     this.model = model;
+    this.save = makeTimer(signal);
+    this.say = makeTimer(signal);
     this.facts = model.get("facts");
     /** @type {LayerTable[]} */
     this.tables = [];
@@ -38,7 +40,7 @@ class SlicerView {
     el.append(this.root);
     this.title = makeElement("div", { class: "mpi4dl-title" });
     this.root.append(this.title);
-    this.strip = new NetStrip(this.root, (point) => this.set("layer", point));
+    this.strip = new NetStrip(this.root, (point) => this.set("layer", point), signal);
     this.stage = makeElement("div", { class: "mpi4dl-stage" });
     this.words = makeElement("div", { class: "mpi4dl-words" });
     const middle = makeElement("div", { class: "mpi4dl-middle" }, this.stage, this.words);
@@ -50,30 +52,19 @@ class SlicerView {
     this.readFacts();
     const { rows, columns, name } = this.facts.picture;
     const keys = SLICER_KEYS.map((pair) => pair.join(": ")).join("; ");
-    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles. ${keys}`, this);
+    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles. ${keys}`, this, signal);
     this.stage.append(this.trouble);
-    /** @type {[string, Observer<SlicerContent>][]} */
-    this.observers = [
-      ["change:facts change:numbers", () => this.readFacts()],
-      ["change:layer change:tile change:reading change:fields", () => this.refresh()],
-      ["change:preview change:overlay", () => this.readPictures()],
-      ["change:overlaid", () => this.refresh()],
-      ["msg:custom", (content, buffers) => this.receive(content, buffers)],
-    ];
-    this.observers.forEach(([events, observer]) => model.on(events, observer));
-    this.stops = [watchTheme(() => this.scene.recolour()), boundHeight(this.root, model, () => this.scene.resize())];
+    followModel(model, {
+      "change:facts change:numbers": () => this.readFacts(),
+      "change:layer change:tile change:reading change:fields change:overlaid": () => this.refresh(),
+      "change:preview change:overlay": () => this.readPictures(),
+      "msg:custom": (content, buffers) => this.receive(content, buffers),
+    }, signal);
+    watchTheme(() => this.scene.recolour(), signal);
+    boundHeight(this.root, model, () => this.scene.resize(), signal);
     if (this.facts.picture.saved) this.readPictures();
     else model.send({ pictures: true });
     this.refresh();
-  }
-
-  close() {
-    this.observers.forEach(([events, observer]) => this.model.off(events, observer));
-    for (const stop of this.stops) stop();
-    this.scene.close();
-    this.strip.close();
-    clearTimeout(this.saving);
-    clearTimeout(this.saying);
   }
 
   makeToolbar() {
@@ -101,8 +92,7 @@ class SlicerView {
    * @type {<Name extends keyof SlicerValues>(name: Name, value: SlicerValues[Name]) => void} */
   set(name, value) {
     this.model.set(name, value);
-    clearTimeout(this.saving);
-    this.saving = setTimeout(() => this.model.save_changes(), 60);
+    this.save(60, () => this.model.save_changes());
   }
 
   readFacts() {
@@ -258,11 +248,10 @@ class SlicerView {
   /** Announce a text once nothing else has been said for a moment.
    * @type {(word: () => string) => void} */
   sayLater(word) {
-    clearTimeout(this.saying);
-    this.saying = setTimeout(() => {
+    this.say(250, () => {
       const text = word();
       if (this.status.textContent !== text) this.status.textContent = this.status.title = text;
-    }, 250);
+    });
   }
 
   /** @type {() => Pair} */
@@ -318,10 +307,4 @@ class SlicerView {
   }
 }
 
-/** @type {(room: Room<SlicerValues, SlicerContent>) => () => void} */
-function render({ model, el }) {
-  const view = new SlicerView(model, el);
-  return () => view.close();
-}
-
-export default { render };
+export default { render: makeRender((room) => new SlicerView(room)) };

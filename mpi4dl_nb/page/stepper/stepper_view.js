@@ -1,8 +1,9 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "../shared/canvas.js";
+import { Tooltip, makeElement, prefersReducedMotion, readHeightLimit } from "../shared/elements.js";
 import {
-  boundHeight, makeElement, makeFrameLoop, prefersReducedMotion, readHeightLimit, Tooltip, watchTheme,
-} from "../shared/elements.js";
+  boundHeight, followModel, makeFrameLoop, makeRender, makeTimer, watchSize, watchTheme,
+} from "../shared/view_life.js";
 import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
@@ -25,9 +26,8 @@ const BESIDE_PX = 900; // below the ranks: strips have room beside each other, s
 
 /** The parts of the view, joined: the frames of `model` go to the player, and what it shows to all parts. */
 class StepperView {
-  /** @param {Model<StepperValues, StepperContent>} model
-   * @param {HTMLElement} el */
-  constructor(model, el) {
+  /** @param {Room<StepperValues, StepperContent>} room */
+  constructor({ model, el, signal }) {
     this.model = model;
     this.setup = model.get("setup");
     this.store = new FrameStore();
@@ -63,43 +63,29 @@ class StepperView {
     this.layout = null;
     /** @type {PanelPlaces} */
     this.placed = [];
-    this.request = makeFrameLoop(() => this.paint());
+    this.request = makeFrameLoop(() => this.paint(), signal);
+    this.goOn = makeTimer(signal); // from a frame whose motion has ended
+    this.rest = makeTimer(signal);
     el.append(this.parts.root);
     this.parts.root.addEventListener("keydown", (event) => this.handleKey(event));
     this.parts.stage.addEventListener("pointermove", (event) => this.hover(event));
     this.parts.stage.addEventListener("pointerleave", () => this.point(null));
     this.parts.stage.addEventListener("click", (event) => this.chooseAt(event));
-    this.observer = new ResizeObserver(() => this.resize());
-    this.observer.observe(this.parts.root);
-    this.stops = [watchTheme(() => this.resize()), boundHeight(this.parts.root, model, () => this.resize())];
+    const resize = () => this.resize();
+    watchSize(this.parts.root, resize, signal);
+    watchTheme(resize, signal);
+    boundHeight(this.parts.root, model, resize, signal);
     this.controls.showTrouble(model.get("trouble"));
-    this.connect();
+    followModel(model, {
+      "change:meta": () => this.take(),
+      "change:focus": () => { if (!this.player.recorded) this.setFocus(model.get("focus")); },
+      "change:alt": () => this.tellAlt(),
+      "change:trouble": () => this.controls.showTrouble(model.get("trouble")),
+      "msg:custom": (content, buffers) => this.receive(content, buffers),
+    }, signal);
     this.take();
     if (!this.setup.saved) model.send({ newest: true });
     else if (model.get("meta").number || model.get("unavailable")) model.send({ history: true });
-  }
-
-  connect() {
-    const { model } = this;
-    /** @type {[string, Observer<StepperContent>][]} */
-    const listeners = [
-      ["change:meta", () => this.take()],
-      ["change:focus", () => { if (!this.player.recorded) this.setFocus(model.get("focus")); }],
-      ["change:alt", () => this.tellAlt()],
-      ["change:trouble", () => this.controls.showTrouble(model.get("trouble"))],
-      ["msg:custom", (content, buffers) => this.receive(content, buffers)],
-    ];
-    listeners.forEach(([name, act]) => model.on(name, act));
-    this.stops.push(() => listeners.forEach(([name, act]) => model.off(name, act)));
-  }
-
-  close() {
-    this.observer.disconnect();
-    for (const stop of this.stops) stop();
-    this.request.cancel();
-    clearTimeout(this.timer);
-    clearTimeout(this.resting);
-    this.player.playing = false;
   }
 
   take() {
@@ -127,8 +113,7 @@ class StepperView {
 
   /** After a second without anything new, let the kernel draw the picture that a saved page shows. */
   plan() {
-    clearTimeout(this.resting);
-    this.resting = setTimeout(() => this.player.playing ? this.plan() : this.model.send({ rest: true }), REST_MS);
+    this.rest(REST_MS, () => this.player.playing ? this.plan() : this.model.send({ rest: true }));
   }
 
   /** @type {(index: number, moves: boolean) => void} */
@@ -148,7 +133,7 @@ class StepperView {
     this.parts.caption.replaceChildren(...frame.meta.groups.map((group) => makeCaption(group, this.painter.palettes)));
     this.tellAlt();
     this.point(null);
-    clearTimeout(this.timer);
+    this.goOn(0);
     if (!this.moves) this.settle(frame.meta);
     else this.comeIntoSight();
     this.request();
@@ -169,7 +154,7 @@ class StepperView {
   settle({ title, messages, sums }) {
     const moved = messages[this.focus]?.words.slice(0, 2).join(": ");
     this.parts.status.textContent = [title, moved, ...sums.map((sum) => sum.words)].filter(Boolean).join(". ");
-    this.timer = setTimeout(() => this.player.rest(), PAUSE_MS / this.player.speed);
+    this.goOn(PAUSE_MS / this.player.speed, () => this.player.rest());
   }
 
   resize() {
@@ -312,10 +297,4 @@ class StepperView {
   }
 }
 
-/** @type {(room: Room<StepperValues, StepperContent>) => () => void} */
-function render({ model, el }) {
-  const view = new StepperView(model, el);
-  return () => view.close();
-}
-
-export default { render };
+export default { render: makeRender((room) => new StepperView(room)) };

@@ -1,13 +1,11 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
 import { fitCanvas, getContext } from "../shared/canvas.js";
-import {
-  Tooltip, boundHeight, makeElement, makeFrameLoop, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit,
-  watchTheme,
-} from "../shared/elements.js";
+import { Tooltip, makeElement, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit } from "../shared/elements.js";
 import { Textures } from "../shared/textures.js";
 import { unpackEvents } from "./timeline_data.js";
 import { formatDuration } from "../shared/format.js";
+import { boundHeight, followModel, makeFrameLoop, makeRender, watchSize, watchTheme } from "../shared/view_life.js";
 import { Strips } from "./strips.js";
 import { drawTimeline } from "./timeline_draw.js";
 import { TIMELINE_KEYS, handleTimelineKey, listenToPointer } from "./timeline_input.js";
@@ -20,17 +18,9 @@ import { TimelineScene } from "./timeline_scene.js";
 const GLIDE_MS = 140;
 const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: the button ?.";
 
-/** Show a timeline in `el` and keep it in step with the model. Return a function that removes it.
- * @type {(room: Room<TimelineValues>) => () => void} */
-function render({ model, el }) {
-  const page = new TimelinePage(model, el);
-  return () => page.close();
-}
-
 class TimelinePage {
-  /** @param {Model<TimelineValues>} model
-   * @param {HTMLElement} el */
-  constructor(model, el) {
+  /** @param {Room<TimelineValues>} place */
+  constructor({ model, el, signal }) {
     this.model = model;
     /** @type {{ from: TimeSpan, to: TimeSpan, since: number } | null} */
     this.glide = null;
@@ -51,26 +41,17 @@ class TimelinePage {
     el.replaceChildren(this.root);
     this.tooltip = new Tooltip(room);
     this.overview = new TimelineOverview(overview);
-    this.redraw = makeFrameLoop(() => this.draw());
-    this.remark = makeFrameLoop(() => this.drawMarks());
+    this.redraw = makeFrameLoop(() => this.draw(), signal);
+    this.remark = makeFrameLoop(() => this.drawMarks(), signal);
     this.showStep();
-    const follow = () => this.followModel();
-    /** @type {[string, () => void][]} */
-    this.observers = [["change:serial", () => this.readStep()], ["change:selected change:rank", follow]];
-    for (const [events, observer] of this.observers) model.on(events, observer);
-    this.sizes = new ResizeObserver(() => this.resize());
-    this.sizes.observe(room);
-    this.stops = [listenToPointer(canvas, this), this.overview.listen(this), watchTheme(() => this.recolour()),
-      boundHeight(this.root, model, () => this.resize())];
+    const follow = () => this.followKernel(), resize = () => this.resize();
+    followModel(model, { "change:serial": () => this.readStep(), "change:selected change:rank": follow }, signal);
+    watchSize(room, resize, signal);
+    watchTheme(() => this.recolour(), signal);
+    boundHeight(this.root, model, resize, signal);
+    listenToPointer(canvas, this);
+    this.overview.listen(this);
     this.listenToKeys();
-  }
-
-  close() {
-    for (const [events, observer] of this.observers) this.model.off(events, observer);
-    for (const stop of this.stops) stop();
-    this.sizes.disconnect();
-    this.redraw.cancel();
-    this.remark.cancel();
   }
 
   /** Read the step anew from the model: other events, words and shares. */
@@ -99,12 +80,12 @@ class TimelinePage {
     parts.status.textContent = HINT;
     this.search("");
     this.recolour();
-    this.followModel();
+    this.followKernel();
     this.resize();
   }
 
   /** Select what the kernel has selected. */
-  followModel() {
+  followKernel() {
     if (this.isTelling) return;
     const { scene, model } = this, place = model.get("selected"), event = place < 0 ? -1 : this.places[place];
     if (event === scene.selected && model.get("rank") === scene.rank) return;
@@ -282,4 +263,4 @@ class TimelinePage {
   }
 }
 
-export default { render };
+export default { render: makeRender((place) => new TimelinePage(place)) };

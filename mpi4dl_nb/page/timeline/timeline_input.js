@@ -47,10 +47,9 @@ export function handleTimelineKey(scene, { key, shiftKey }) {
   }
 }
 
-/** Listen to the pointer and the wheel on the canvas of a timeline. Return a function that stops.
- * @type {(canvas: HTMLCanvasElement, page: TimelineHost) => () => void} */
+/** Listen to the pointer and the wheel on the canvas of a timeline.
+ * @type {(canvas: HTMLCanvasElement, page: TimelineHost) => void} */
 export function listenToPointer(canvas, page) {
-  const stop = new AbortController(), options = { signal: stop.signal };
   /** @type {{ x: number, y: number, startX: number, startY: number, moved: boolean } | null} */
   let drag = null;
   /** @type {(event: MouseEvent) => Pair} */
@@ -72,7 +71,7 @@ export function listenToPointer(canvas, page) {
     else page.show(scene.zoom(Math.exp(-by * 0.0022), x));
     event.preventDefault();
     page.leave(); // what is under the pointer changes with each frame; the next move describes it
-  }, { passive: false, ...options });
+  }, { passive: false });
   /** @type {(event: PointerEvent) => void} */
   const begin = (event) => {
     const [x, y] = locate(event);
@@ -98,8 +97,7 @@ export function listenToPointer(canvas, page) {
     canvas.style.cursor = "";
     if (clicked) page.press(...locate(event));
   };
-  listenToDrag(canvas, { begin, move, end, hover: (event) => page.hover(...locate(event)) }, options);
-  canvas.addEventListener("pointerleave", () => { if (!drag) page.leave(); }, options);
-  canvas.addEventListener("dblclick", () => page.show(page.scene.focusSelected(), true), options);
-  return () => stop.abort();
+  listenToDrag(canvas, { begin, move, end, hover: (event) => page.hover(...locate(event)) });
+  canvas.addEventListener("pointerleave", () => { if (!drag) page.leave(); });
+  canvas.addEventListener("dblclick", () => page.show(page.scene.focusSelected(), true));
 }

@@ -97,10 +97,10 @@ export class TimelineOverview {
     this.drawn = "";
   }
 
-  /** Let the pointer drag the window: page.show(span) shows another part. Return a function that stops.
-   * @type {(page: Pick<TimelineHost, "scene" | "show">) => () => void} */
+  /** Let the pointer drag the window: page.show(span) shows another part.
+   * @type {(page: Pick<TimelineHost, "scene" | "show">) => void} */
   listen(page) {
-    const { canvas } = this, stop = new AbortController();
+    const { canvas } = this;
     const cursors = { start: "ew-resize", end: "ew-resize", both: "grab", jump: "pointer" };
     /** @type {{ x: number, handle: WindowHandle, span: TimeSpan | null } | null} */
     let drag = null;
@@ -126,7 +126,6 @@ export class TimelineOverview {
     };
     /** @type {(event: PointerEvent) => void} */
     const hover = (event) => { canvas.style.cursor = cursors[find(locate(event))]; };
-    listenToDrag(canvas, { begin, move, hover }, { signal: stop.signal });
-    return () => stop.abort();
+    listenToDrag(canvas, { begin, move, hover });
   }
 }

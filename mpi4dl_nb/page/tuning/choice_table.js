@@ -1,6 +1,9 @@
 // A table with a radio button in each row. The arrow keys move the choice, as in any radio group. A summary folds it.
-/** @type {(room: Room<ChoiceValues>) => () => void} */
-function render({ model, el }) {
+
+import { followModel, makeRender } from "../shared/view_life.js";
+
+/** @type {(room: Room<ChoiceValues>) => void} */
+function showChoices({ model, el, signal }) {
   const fold = document.createElement("details"), summary = document.createElement("summary");
   const table = document.createElement("div");
   table.className = "mpi4dl-choice-table";
@@ -39,15 +42,8 @@ function render({ model, el }) {
   };
   shape();
   show();
-  model.on("change:summary", shape);
-  model.on("change:html", show);
-  model.on("change:chosen", mark);
-  el.addEventListener("change", choose);
-  return () => {
-    model.off("change:summary", shape);
-    model.off("change:html", show);
-    model.off("change:chosen", mark);
-  };
+  followModel(model, { "change:summary": shape, "change:html": show, "change:chosen": mark }, signal);
+  el.addEventListener("change", choose, { signal });
 }
 
-export default { render };
+export default { render: makeRender(showChoices) };

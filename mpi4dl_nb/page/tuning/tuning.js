@@ -1,8 +1,9 @@
 // Plans in a chart of time against memory, to choose one of and to measure it: the view of the widget TuningView.
 
-import { Tooltip, boundHeight, makeButton, makeElement, makeSvg, readHeightLimit } from "../shared/elements.js";
+import { Tooltip, makeButton, makeElement, makeSvg, readHeightLimit } from "../shared/elements.js";
 import { formatBytes, formatDuration } from "../shared/format.js";
 import { clamp } from "../shared/numbers.js";
+import { boundHeight, followModel, makeRender, watchSize } from "../shared/view_life.js";
 import {
   drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, makeByteTicks, shortenZeros,
   traceFront,
@@ -12,17 +13,9 @@ const REACH_PX = 16, LEGEND_PX = 70, SIDE_PX = 240;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
-/** Show the plans in `el` and keep them in step with the model. Return a function that removes them.
- * @type {(room: Room<TuningValues>) => () => void} */
-function render({ model, el }) {
-  const page = new TuningPage(model, el);
-  return () => page.close();
-}
-
 class TuningPage {
-  /** @param {Model<TuningValues>} model
-   * @param {HTMLElement} el */
-  constructor(model, el) {
+  /** @param {Room<TuningValues>} room */
+  constructor({ model, el, signal }) {
     this.model = model;
     this.marked = -1;
     /** @type {TuningLayout | null} */
@@ -46,23 +39,11 @@ class TuningPage {
       makeElement("div", {}, this.room, this.legend), this.side), this.status);
     el.replaceChildren(this.root);
     this.tooltip = new Tooltip(this.room);
-    this.draw = () => this.drawChart();
-    this.follow = () => this.mark(this.chosen);
-    model.on("change:words", this.draw);
-    model.on("change:chosen", this.follow);
-    model.on("change:busy", this.follow);
-    this.sizes = new ResizeObserver(this.draw);
-    this.sizes.observe(this.room);
+    const draw = () => this.drawChart(), follow = () => this.mark(this.chosen);
+    followModel(model, { "change:words": draw, "change:chosen change:busy": follow }, signal);
+    watchSize(this.room, draw, signal);
     this.listen();
-    this.stop = boundHeight(this.root, model, this.draw);
-  }
-
-  close() {
-    this.model.off("change:words", this.draw);
-    this.model.off("change:chosen", this.follow);
-    this.model.off("change:busy", this.follow);
-    this.sizes.disconnect();
-    this.stop();
+    boundHeight(this.root, model, draw, signal);
   }
 
   get points() {
@@ -252,4 +233,4 @@ class TuningPage {
   }
 }
 
-export default { render };
+export default { render: makeRender((room) => new TuningPage(room)) };
