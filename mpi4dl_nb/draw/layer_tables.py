@@ -5,14 +5,14 @@ All of it is on the page before anybody points at a pixel: the page looks it up,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
+from mpi4dl_nb.draw.packed_tables import pack_tables
 from mpi4dl_nb.draw.picture_reach import describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans
@@ -23,30 +23,24 @@ from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
 
 
-@dataclass(frozen=True)
-class LayerTables:
-    """Facts of each layer, in plain values, and `numbers`, the int32 tables of all layers one after the other.
+def build_layer_tables(
+    picture: Picture, layers: HaloLayers | None, points: Sequence[HaloPoint]
+) -> tuple[tuple[dict[str, Any], ...], bytes]:
+    """Return facts of each of `points`, in plain values, and its tables of numbers, packed as a list of dicts.
 
-    `facts[i]["at"]` is where the tables of layer i begin. They follow each other, each row by row:
-
-        tiles     (tiles, 4)      rectangle that each tile owns, by its sides
-        windows   (tiles, 4)      rectangle that each tile reads, within the image
-        pieces    (pieces, 6)     source tile, target tile, and the rectangle that it borrows
-        seen      (tiles, 4)      rectangle of the picture that each tile's outputs depend on
-        fields    (out_rows, 2), (out_columns, 2)    the picture's rows of each output row, and columns likewise
+        owned      (tiles, 4)     rectangle that each tile owns, by its sides
+        windows    (tiles, 4)     rectangle that each tile reads, within the image
+        sources, targets          numbers of the tiles between which a piece moves
+        pieces     (pieces, 4)    rectangle that is borrowed
+        seen       (tiles, 4)     rectangle of the picture that each tile's outputs depend on
+        fields     [(out_rows, 2), (out_columns, 2)]    the picture's rows of each output row, and columns likewise
 
     An output without rows and columns has no fields: `out_rows` and `out_columns` are 0. Without "reach" the outputs
-    are not cut into tiles, and `seen` are the tiles of the input.
+    are not cut into tiles, and `seen` are the tiles of the input. Without a model (`layers` None) the outputs are the
+    pixels of the picture.
     """
-
-    facts: tuple[dict[str, Any], ...]
-    numbers: NDArray[np.int32]
-
-
-def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequence[HaloPoint]) -> LayerTables:
-    """Return the tables of `points`; without a model (`layers` None) the outputs are the pixels of the picture."""
     facts: list[dict[str, Any]] = []
-    parts: list[NDArray[Any]] = []
+    tables: list[dict[str, Any]] = []
     for point in points:
         of_model = layers if point.readers else None  # else the point is the picture itself
         reach = None if of_model is None else make_reach(of_model, point, picture)
@@ -62,7 +56,6 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
             words.append([f"{line}." for line in lines])
         facts.append(
             {
-                "at": sum(map(len, parts)),
                 "title": format_title(picture, point).replace("\n", " · "),
                 "operator": point.operator if point.readers else "",
                 "stage": point.stage,
@@ -73,23 +66,31 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "out_rows": out_rows,
                 "out_columns": out_cols,
                 "pixel_bytes": point.pixel_bytes,
-                "pieces": len(pieces),
                 "moves": [] if point.computed else [point.describe_move(move) for move, _ in pieces],
                 "computed": bool(point.computed),
                 "reach": reach is not None or of_model is None,
                 "words": words,
             }
         )
-        tables: tuple[ArrayLike, ...] = (
-            [tile.sides for tile in point.tiles.values()],
-            [(point.get_window(rank) & Tile.whole(rows, cols)).sides for rank in ranks],
-            [(numbers[move.source], numbers[rank], *move.tile.sides) for move, rank in pieces],
-            [tile.sides for tile in (reach.seen if reach else point.tiles).values()],
-            # What depends on nothing has a start beyond its stop: here both are 0.
-            *(np.where(axis.starts < axis.stops, (axis.starts, axis.stops), 0).T for axis in spans),
+        tables.append(
+            {
+                "owned": _list_sides(point.tiles.values()),
+                "windows": _list_sides(point.get_window(rank) & Tile.whole(rows, cols) for rank in ranks),
+                "sources": np.array([numbers[move.source] for move, _ in pieces], np.int32),
+                "targets": np.array([numbers[rank] for _, rank in pieces], np.int32),
+                "pieces": _list_sides(move.tile for move, _ in pieces),
+                "seen": _list_sides((reach.seen if reach else point.tiles).values()),
+                # What depends on nothing has a start beyond its stop: here both are 0.
+                "fields": [
+                    np.where(axis.starts < axis.stops, (axis.starts, axis.stops), 0).T.astype(np.int32) for axis in spans
+                ],
+            }
         )
-        parts += [np.ravel(table) for table in tables]
-    return LayerTables(tuple(facts), np.concatenate([np.zeros(0), *parts]).astype("<i4"))
+    return tuple(facts), pack_tables(tables)
+
+
+def _list_sides(tiles: Iterable[Tile]) -> NDArray[np.int32]:
+    return np.array([tile.sides for tile in tiles], np.int32)
 
 
 def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> list[dict[str, Any]]:

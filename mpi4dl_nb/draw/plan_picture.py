@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpi4dl_nb.draw.packed_tables import pack_columns, pack_tables
 from mpi4dl_nb.draw.rank_map import group_loads, list_values
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_seconds
@@ -19,7 +20,7 @@ from mpi4dl_nb.engines.predict.machine import Machine
 # The parts of the picture that need no compiling: which block of which image is whose.
 
 
-BLOCK_COLUMNS = ("copy", "stage", "tile", "rank", "top", "left", "bottom", "right")
+BLOCK_COLUMNS = dict.fromkeys(("copy", "stage", "tile", "rank", "sides"), "i4")
 MOST_COPIES, MOST_BLOCKS = 12, 16_384
 
 
@@ -28,9 +29,9 @@ class PlanShape:
     """The ranks, tiles and stages of a plan for a batch of images.
 
     `size` is that of the image, rows and columns of px. `facts` are the counts as pairs of a number and what it counts.
-    `stages` and `copies` are in words. `blocks` holds a row of int32 for each role of each rank of
-    the first copies of the model, with the columns `BLOCK_COLUMNS`; the last four are the part of the image in px.
-    `left_out` is a sentence about what is not drawn, or empty.
+    `stages` and `copies` are in words. `blocks` holds the `BLOCK_COLUMNS` of each role of each rank of the first copies
+    of the model; the sides are those of its part of the image in px. `left_out` is a sentence about what is not drawn,
+    or empty.
     """
 
     size: tuple[int, int]
@@ -58,16 +59,12 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
     layout = Layout.of(replace(few, data_parallel=min(few.data_parallel, MOST_COPIES)))
     copies = min(len(layout.pipes), MOST_COPIES, max(1, MOST_BLOCKS // few.replica_ranks))
     tiles = [stage.grid.cut(rows, cols) for stage in layout.stages]
-    blocks = np.array(
-        [
-            (copy, index, tile, rank, *span.sides)
-            for copy, pipe in enumerate(layout.pipes[:copies])
-            for index, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
-            for tile, rank in enumerate(stage.ranks)
-            for span in [cut[0] if stage.shares > 1 else cut[tile]]
-        ],
-        dtype="<i4",
-    )
+    blocks = [
+        (copy, index, tile, rank, (cut[0] if stage.shares > 1 else cut[tile]).sides)
+        for copy, pipe in enumerate(layout.pipes[:copies])
+        for index, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
+        for tile, rank in enumerate(stage.ranks)
+    ]
     pairs = enumerate(zip(layout.stages, tiles, strict=True))
     stages = tuple(_describe_stage(index, stage, cut[0].shape) for index, (stage, cut) in pairs)
     names = tuple(
@@ -76,10 +73,11 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
     )
     more = plan.data_parallel * layout.directions - copies
     left_out = f"{more} more copies of the model are not drawn: they are like these." if more > 0 else ""
+    packed = pack_columns(BLOCK_COLUMNS, blocks)
     if few is not plan:
         left_out = f"{plan.replica_ranks:,} ranks of a replica are too many to be drawn."
-        stages, names, blocks = (), (), blocks[:0]
-    return PlanShape((rows, cols), _count_facts(plan, count, rows, cols), stages, names, blocks.tobytes(), left_out)
+        stages, names, packed = (), (), b""
+    return PlanShape((rows, cols), _count_facts(plan, count, rows, cols), stages, names, packed, left_out)
 
 
 def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[str, str], ...]:
@@ -160,14 +158,14 @@ def judge_memory(peak_bytes: int | None, limit_bytes: int | None) -> int:
 def describe_load_groups(
     loads: Sequence[RankLoad], machine: Machine | None
 ) -> tuple[tuple[dict[str, Any], ...], bytes]:
-    """Return the distinct loads of ranks, and for each rank the index of its load as int32.
+    """Return the distinct loads of ranks, and for each rank the index of its load, packed.
 
     A load is a dict of its `level` of `LEVELS` and the `word` for it, its `share` of the memory of the fullest rank,
     and `lines` of text.
     """
     groups, limit = group_loads(loads), machine.get_rank_bytes(len(loads)) if machine else None
     most = max((load.peak_bytes or 0 for load in loads), default=0) or 1
-    descriptions, of_rank = [], np.zeros(len(loads), dtype="<i4")
+    descriptions, of_rank = [], np.zeros(len(loads), np.int32)
     for index, (load, ranks) in enumerate(groups.items()):
         of_rank[list(ranks)] = index
         level, share = judge_memory(load.peak_bytes, limit), (load.peak_bytes or 0) / most
@@ -181,7 +179,7 @@ def describe_load_groups(
             lines.append(f"memory {format_bytes(load.peak_bytes)}{room}")
         lines += [f"sends {sent}", *(f"works {time}" for _, time in times)]
         descriptions.append({"level": level, "word": word, "share": share, "lines": lines})
-    return tuple(descriptions), of_rank.tobytes()
+    return tuple(descriptions), pack_tables(of_rank)
 
 
 # The gauges of a plan as a whole.

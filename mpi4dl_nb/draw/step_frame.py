@@ -13,6 +13,7 @@ import matplotlib as mpl
 import numpy as np
 from torch import Tensor
 
+from mpi4dl_nb.draw.packed_tables import pack_tables
 from mpi4dl_nb.draw.plain_text import cut_words
 from mpi4dl_nb.draw.stepper import (
     DONE,
@@ -42,9 +43,9 @@ RECORD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StepFrame:
-    """All ranks after an advance: `meta` for JSON, and `values`, float32 numbers, little-endian.
+    """All ranks after an advance: `meta` for JSON, and `values`, which are packed.
 
-    In `meta`, values are given as [first number, height, width], and tiles as [top, left, bottom, right].
+    In `meta`, values are given by their place in that list, and tiles as [top, left, bottom, right].
     """
 
     meta: dict[str, Any]
@@ -56,26 +57,16 @@ class StepFrame:
         return self.meta["number"]
 
 
-class _Values:
-    """Values of a frame, one after the other."""
+class _Values(list[dict[str, Any]]):
+    """The values of a frame."""
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.count = 0
-
-    def add(self, tensor: Tensor | None) -> list[int] | None:
-        """Add (h, w) values and return where they are; None if there are none."""
+    def add(self, tensor: Tensor | None) -> int | None:
+        """Add (h, w) or (w) values and return their place; None if there are none."""
         if tensor is None or not tensor.numel():
             return None
-        numbers = np.ascontiguousarray(tensor.numpy(), dtype="<f4")
-        position = [self.count, *numbers.shape]
-        self.count += numbers.size
-        self.parts.append(numbers.tobytes())
-        return position
-
-    def add_row(self, tensor: Tensor | None) -> list[int] | None:
-        """Add values (n) as one row."""
-        return self.add(None if tensor is None else tensor[None])
+        rows = tensor.numpy().reshape(-1, tensor.shape[-1]).astype("f4")
+        self.append({"high": rows.shape[0], "wide": rows.shape[1], "numbers": rows})
+        return len(self) - 1
 
 
 def pack_frame(view: StepView, step: str) -> StepFrame:
@@ -105,7 +96,7 @@ def pack_frame(view: StepView, step: str) -> StepFrame:
         "messages": [_pack_message(transfer, landed, values) for transfer, landed in view.landed],
         "sums": list(_list_sums(view, values)),
     }
-    return StepFrame(cut_words(meta), b"".join(values.parts))
+    return StepFrame(cut_words(meta), pack_tables(values))
 
 
 def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:
@@ -171,7 +162,7 @@ def _list_sums(view: StepView, values: _Values) -> Iterator[dict[str, Any]]:
             words = f"sum of {format_bytes(reduction.bytes)} over {who}, {rank.did.phase_name}{ends}"
             held = ((who, view.sums[who]) for who in reduction.group)
             known = {who: summed for who, summed in held if summed is not None and summed.name == reduction.name}
-            add = values.add_row
+            add = values.add
             terms = [{"rank": who, "before": add(term.before), "after": add(term.after)} for who, term in known.items()]
             yield {
                 "group": list(reduction.group),
@@ -231,10 +222,9 @@ def describe_progress(stepping: DebuggedStep) -> str:
 
 
 def make_palettes() -> bytes:
-    """Return the colours of values and of gradients: 2 x 256 colours, of red, green, blue and opacity (uint8)."""
-    shades = np.linspace(0, 1, 256)
-    colours = [mpl.colormaps[MAPS[gradient]](shades) for gradient in (False, True)]
-    return (np.concatenate(colours) * 255).round().astype("u1").tobytes()
+    """Return the colours of values and of gradients, packed: 256 each, of red, green, blue and opacity (uint8)."""
+    colours = [mpl.colormaps[MAPS[gradient]](np.linspace(0, 1, 256)) for gradient in (False, True)]
+    return pack_tables([(each * 255).round().astype("u1") for each in colours])
 
 
 # The frames of a step.

@@ -287,13 +287,13 @@ class Slicer(PageWidget):
             make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
         )
         picture = self._named
-        tables = build_layer_tables(picture, self._layers, points)
+        layers, numbers = build_layer_tables(picture, self._layers, points)
         rows, cols = picture.shape()
         of_stage = {point.stage: point for point in points}
         facts: dict[str, Any] = {
-            "layers": tables.facts,
+            "layers": layers,
             "net": describe_net(self._layers.graph, self._plan, points) if self._layers else [],
-            "words": tables.numbers.size,
+            "bytes": len(numbers),
             "colours": TILE_COLOURS,
             "remarks": {  # on each tile of a layer, the same for all layers of its stage
                 str(stage): [self._describe_fusion(point, tile) for tile in range(point.ranks.grid.tiles)]
@@ -309,7 +309,7 @@ class Slicer(PageWidget):
             },
             "prediction": self.prediction.describe() if self.prediction else None,
         }
-        return points, cut_words(facts), tables.numbers.tobytes()
+        return points, cut_words(facts), numbers
 
     def _handle_layer(self, _change: Any = None) -> None:
         """Limit the tile to those of the layer's stage. The pixel that was picked is one of another layer."""

@@ -45,8 +45,7 @@ class TimelineView(StillFigure, BoundedView):
     _esm = join_modules("timeline/timeline.js")
     _css = read_style("timeline/timeline.css")
     words = traitlets.Dict().tag(sync=True)
-    times = traitlets.Bytes(b"").tag(sync=True)
-    codes = traitlets.Bytes(b"").tag(sync=True)
+    columns = traitlets.Bytes(b"").tag(sync=True)
     serial = traitlets.Int(0).tag(sync=True)  # another one for each step: two steps may differ in their times only
     selected = traitlets.Int(-1).tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)
@@ -84,7 +83,7 @@ class TimelineView(StillFigure, BoundedView):
         self._figure: Drawing | None = None
         with self.hold_sync():  # one message, so that no numbers meet the words of another step
             self.selected, self.rank = -1, -1
-            self.words, self.times, self.codes = rows.words, rows.times, rows.codes
+            self.words, self.columns = rows.words, rows.columns
             self.serial = next(self._serials)  # last: the page reads the step when this changes
         self.update_snapshot()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mpi4dl_nb.draw.plan_picture import (
@@ -23,13 +22,15 @@ from mpi4dl_nb.engines.predict.forecast import RankLoad, forecast
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.program.program import Traffic
 from mpi4dl_nb.engines.train.recipe import prepare
+from tests.tables import unpack_tables
 
 LIMIT = 1000
 MACHINE = replace(MACHINES["Summit"], name="tiny", memory_bytes=LIMIT)
 
 
 def read_blocks(found) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in np.frombuffer(found.blocks, "<i4").reshape(-1, len(BLOCK_COLUMNS)).tolist()]
+    *columns, sides = (unpack_tables(found.blocks)[name].tolist() for name in BLOCK_COLUMNS)
+    return [(*row, *sides[4 * at : 4 * at + 4]) for at, row in enumerate(zip(*columns, strict=True))]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def make_load(peak_bytes: int | None) -> RankLoad:
 def test_equal_loads_are_said_once_and_each_rank_names_its_own():
     loads = [make_load(peak) for peak in (400, 1200, 400, 850)]
     groups, of_rank = describe_load_groups(loads, MACHINE)
-    assert np.frombuffer(of_rank, "<i4").tolist() == [0, 1, 0, 2]
+    assert unpack_tables(of_rank).tolist() == [0, 1, 0, 2]
     assert [(group["level"], group["word"]) for group in groups] == [
         (0, "under half full"),
         (3, "does not fit"),

@@ -13,6 +13,7 @@ from torch import nn
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.draw.step_frame import StepFrame, StepRecord, describe_scene, make_palettes, pack_frame
 from mpi4dl_nb.training.step_debugger import StepDebugger
+from tests.tables import unpack_tables
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(1, 1))
 MODEL = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.Conv2d(4, 2, 3)]
@@ -27,9 +28,9 @@ def stepping() -> Iterator[StepDebugger]:
         yield training.stepping(torch.randn(SHAPE), torch.randint(2, (2, 22, 38)))
 
 
-def read(frame: StepFrame, place: list[int]) -> np.ndarray:
-    start, high, wide = place
-    return np.frombuffer(frame.values, "<f4")[start : start + high * wide].reshape(high, wide)
+def read(frame: StepFrame, place: int) -> np.ndarray:
+    values = unpack_tables(frame.values)[place]
+    return values["numbers"].reshape(values["high"], values["wide"])
 
 
 def test_a_frame_has_the_values_of_its_view(stepping: StepDebugger):
@@ -80,14 +81,10 @@ def test_a_sum_has_what_each_rank_held_before_and_the_sum_after(stepping: StepDe
     for phase in ("forward", "backward"):
         stepping.until(kind="all-reduce", phase=phase)
         frame = pack_frame(stepping.view(), "step")
-        values = np.frombuffer(frame.values, "<f4")
         sums = [told for told in frame.meta["sums"] if told["waits"]]
         assert sums, phase
         for told in sums:
-            rows = {
-                side: [values[start : start + wide] for start, high, wide in (term[side] for term in told["terms"])]
-                for side in ("before", "after")
-            }
+            rows = {side: [read(frame, term[side])[0] for term in told["terms"]] for side in ("before", "after")}
             assert [term["rank"] for term in told["terms"]] == told["group"]
             assert len(rows["before"][0]) == min(2, told["count"])
             for after in rows["after"]:
@@ -118,4 +115,4 @@ def test_the_record_of_a_long_step_stays_within_its_memory_and_says_so():
 
 
 def test_palettes_are_two_of_256_colours():
-    assert len(make_palettes()) == 2 * 256 * 4
+    assert [len(colours) for colours in unpack_tables(make_palettes())] == [256 * 4, 256 * 4]

@@ -13,11 +13,12 @@ const STAGES = [
 const SIZE = [64, 96];
 const tiles = [0, 1, 2, 3, 4, 5].map((tile) => {
   const [top, left] = [Math.floor(tile / 3) * 32, (tile % 3) * 32];
-  return [0, 0, tile, tile, top, left, top + 32, left + 32];
+  return [0, 0, tile, tile, [top, left, top + 32, left + 32]];
 });
-const others = [[0, 1, 0, 6, 0, 0, 64, 96], [0, 1, 1, 7, 0, 0, 64, 96], [1, 0, 0, 9, 0, 0, 32, 32]];
-const NUMBERS = Int32Array.from([...tiles, ...others].flat());
-const BLOCKS = readBlocks(NUMBERS, 0);
+const ROWS = [...tiles, [0, 1, 0, 6, [0, 0, 64, 96]], [0, 1, 1, 7, [0, 0, 64, 96]], [1, 0, 0, 9, [0, 0, 32, 32]]];
+const COLUMNS = Object.fromEntries(["copy", "stage", "tile", "rank", "sides"].map(
+  (name, at) => [name, Int32Array.from(ROWS.flatMap((row) => row[at]))]));
+const BLOCKS = readBlocks(COLUMNS, 0);
 const SCENE = buildPlanScene(STAGES, BLOCKS, SIZE);
 const middle = (polygon) => [0, 1].map((axis) => polygon.reduce((sum, each) => sum + each[axis], 0) / polygon.length);
 const find = (rank) => SCENE.boxes.findIndex((box) => box.block.rank === rank);
@@ -25,14 +26,14 @@ const press = (from, ...keys) => keys.reduce((index, key) => moveBlockFocus(SCEN
 
 test("the blocks are those of one copy, each with its rank and its part of the image", () => {
   assert.equal(BLOCKS.length, 8);
-  assert.deepEqual(BLOCKS[4], { stage: 0, tile: 4, rank: 4, top: 32, left: 32, bottom: 64, right: 64 });
-  assert.deepEqual(readBlocks(NUMBERS, 1).map((block) => block.rank), [9]);
+  assert.deepEqual(BLOCKS[4], { stage: 0, tile: 4, rank: 4, sides: [32, 32, 64, 64] });
+  assert.deepEqual(readBlocks(COLUMNS, 1).map((block) => block.rank), [9]);
 });
 
 test("tiles lie where the image is cut, and shares of a batch side by side in the middle", () => {
-  assert.deepEqual(placeBlock(BLOCKS[4], STAGES[0], SIZE), [32 / 96, 64 / 96, 32 / 96, 64 / 96]);
+  assert.deepEqual(placeBlock(BLOCKS[4], STAGES[0], SIZE), [32 / 96, 32 / 96, 64 / 96, 64 / 96]);
   const [one, other] = [6, 7].map((at) => placeBlock(BLOCKS[at], STAGES[1], SIZE));
-  assert.ok(Math.abs(one[1] - other[0]) < 1e-12 && Math.abs(one[0] - (1 - other[1])) < 1e-12);
+  assert.ok(Math.abs(one[3] - other[1]) < 1e-12 && Math.abs(one[1] - (1 - other[3])) < 1e-12);
 });
 
 test("the front of every block is found under its middle", () => {
@@ -47,7 +48,7 @@ test("blocks of a plan whose stages have not come yet are left out", () => {
 
 test("the whole scene lies within the view, whatever its form", () => {
   for (const view of [[700, 500], [340, 520], [1500, 300]]) {
-    const { scale, x, y } = fitPlanScene(SCENE, view, [10, 20, 30, 40]);
+    const { scale, x, y } = fitPlanScene(SCENE, view, [10, 40, 30, 20]);
     for (const point of SCENE.boxes.flatMap((box) => Object.values(box.faces).flat())) {
       const [across, down] = [point[0] * scale + x, point[1] * scale + y];
       assert.ok(across > 39.9 && across < view[0] - 19.9 && down > 9.9 && down < view[1] - 29.9, `${across} ${down}`);
@@ -56,9 +57,9 @@ test("the whole scene lies within the view, whatever its form", () => {
 });
 
 test("very many flows are one line", () => {
-  const place = { top: 0, left: 0, bottom: 9, right: 9 };
-  const many = Array.from({ length: 100 }, (_, tile) => ({ stage: 0, tile, rank: tile, ...place }));
-  const last = { stage: 1, tile: 0, rank: 100, ...place };
+  const sides = [0, 0, 9, 9];
+  const many = Array.from({ length: 100 }, (_, tile) => ({ stage: 0, tile, rank: tile, sides }));
+  const last = { stage: 1, tile: 0, rank: 100, sides };
   const stages = [{ cols: 10, spatial: true }, { cols: 1 }];
   const { flows } = buildPlanScene(stages, [...many, last], [100, 100]);
   assert.deepEqual(flows.map((pairs) => pairs.length), [1, 1]);
@@ -69,7 +70,7 @@ test("the most blocks that are drawn are laid out and fitted", () => {
   const stages = [{ cols: 128, spatial: true }, { cols: 64, spatial: true }], counts = [96 * 128, 64 * 64];
   const blocks = counts.flatMap((count, stage) => Array.from({ length: count }, (_, tile) => {
     const [top, left] = [Math.floor(tile / stages[stage].cols), tile % stages[stage].cols];
-    return { stage, tile, rank: tile, top, left, bottom: top + 1, right: left + 1 };
+    return { stage, tile, rank: tile, sides: [top, left, top + 1, left + 1] };
   }));
   assert.equal(blocks.length, 16384);
   const scene = buildPlanScene(stages, blocks, [128, 128]);

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { chooseScaleBar, formatBytes, formatExtent } from "../../mpi4dl_nb/page/shared/format.js";
+import { countPixels } from "../../mpi4dl_nb/page/shared/rectangles.js";
 import { chooseTileColour, widenPiece } from "../../mpi4dl_nb/page/slicer/halo_shapes.js";
 import { LayerTable } from "../../mpi4dl_nb/page/slicer/layer_table.js";
 import { describePlace, listTileLines } from "../../mpi4dl_nb/page/slicer/slicer_words.js";
@@ -24,8 +25,8 @@ test("a scale bar has a round length and fits", () => {
 
 test("a thin halo grows away from its tile, until it can be seen", () => {
   const own = [0, 0, 100, 100];
-  assert.deepEqual(widenPiece([0, 100, 100, 100.5], own), { left: 100, top: 0, right: 103, bottom: 100, enlarged: 6 });
-  assert.deepEqual(widenPiece([-0.5, -0.5, 0, 0], own), { left: -3, top: -3, right: 0, bottom: 0, enlarged: 6 });
+  assert.deepEqual(widenPiece([0, 100, 100, 100.5], own), { edges: [0, 100, 100, 103], enlarged: 6 });
+  assert.deepEqual(widenPiece([-0.5, -0.5, 0, 0], own), { edges: [-3, -3, 0, 0], enlarged: 6 });
   assert.equal(widenPiece([0, 100, 100, 140], own).enlarged, 1);
 });
 
@@ -45,9 +46,9 @@ test("the level of a view has a pixel for each pixel of the screen", () => {
 
 test("the tiles of a view cover it, once, from the middle on", () => {
   const size = [1000, 700];
-  const visible = [-50, 100, 900, 720];
+  const visible = [100, -50, 720, 900];
   const tiles = listTiles(0, size, visible);
-  const area = tiles.map((tile) => getTileRectangle(tile, size)).reduce((sum, [, , width, height]) => sum + width * height, 0);
+  const area = tiles.map((tile) => countPixels(getTileRectangle(tile, size))).reduce((sum, count) => sum + count, 0);
   assert.equal(area, 1000 * 700);
   assert.equal(new Set(tiles.map(String)).size, tiles.length);
   assert.deepEqual(tiles[0].slice(1), [1, 1]);
@@ -82,26 +83,21 @@ test("a tile that cannot be read is asked for again only on request", () => {
 
 /** Two tiles beside each other on 2 x 4 pixels, each borrowing a column; outputs see one pixel around them. */
 function makeTable(more = {}) {
-  const facts = { at: 1, ranks: [3, 4], pieces: 2, out_rows: 2, out_columns: 4, rows: 2, columns: 4, ...more };
-  const numbers = Int32Array.from([
-    99,
-    0, 0, 2, 2, 0, 2, 2, 4,
-    0, 0, 2, 3, 0, 1, 2, 4,
-    1, 0, 0, 2, 2, 3, 0, 1, 0, 1, 2, 2,
-    0, 0, 4, 6, 0, 2, 4, 8,
-    0, 3, 1, 4,
-    0, 2, 0, 3, 1, 4, 2, 4,
-  ]);
-  return new LayerTable(facts, numbers);
+  const facts = { ranks: [3, 4], out_rows: 2, out_columns: 4, rows: 2, columns: 4, ...more };
+  return new LayerTable(facts, {
+    owned: [0, 0, 2, 2, 0, 2, 2, 4], windows: [0, 0, 2, 3, 0, 1, 2, 4],
+    sources: [1, 0], targets: [0, 1], pieces: [0, 2, 2, 3, 0, 1, 2, 2],
+    seen: [0, 0, 4, 6, 0, 2, 4, 8], fields: [[0, 3, 1, 4], [0, 2, 0, 3, 1, 4, 2, 4]],
+  });
 }
 
 test("a layer knows owners, borrowers, widths and fields", () => {
   const table = makeTable();
   assert.deepEqual([table.findOwner(1, 1), table.findOwner(0, 2), table.findOwner(2, 0)], [0, 1, -1]);
   assert.deepEqual([table.findBorrowers(0, 2), table.findBorrowers(0, 1), table.findBorrowers(0, 0)], [[0], [1], []]);
-  assert.deepEqual([...table.getWindow(1)], [0, 1, 2, 4]);
+  assert.deepEqual(table.get("windows", 1), [0, 1, 2, 4]);
   assert.deepEqual(table.getField(1, 3), [1, 2, 4, 4]);
-  assert.deepEqual([...table.getSeen(1)], [0, 2, 4, 8]);
+  assert.deepEqual(table.get("seen", 1), [0, 2, 4, 8]);
 });
 
 test("a place is told with its owner, its borrowers and what its output depends on", () => {

@@ -2,15 +2,13 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import {
-  SIGN_PX, cutHalo, findMiddle, findPixel, getCellHead, locateMessage, locateTile, placePanels, placeRanks, placeSumSign,
-  splitHalo,
+  SIGN_PX, cutHalo, findPixel, getCellHead, locateMessage, locateTile, placePanels, placeRanks, placeSumSign, splitHalo,
 } from "../../mpi4dl_nb/page/stepper/exchange_layout.js";
-import {
-  bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
-} from "../../mpi4dl_nb/page/stepper/exchange_motion.js";
+import { bendBetween, computeFlight, computeTerm, liftRectangle } from "../../mpi4dl_nb/page/stepper/exchange_motion.js";
 import { clampStart, cutStrip } from "../../mpi4dl_nb/page/stepper/message_strips.js";
-import { readFloats, readIntegers } from "../../mpi4dl_nb/page/shared/numbers.js";
-import { isInside } from "../../mpi4dl_nb/page/shared/rectangles.js";
+import {
+  countPixels, findCentre, findMiddle, growRectangle, intersectRectangles, isInside, measureRectangle,
+} from "../../mpi4dl_nb/page/shared/rectangles.js";
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/stepper/step_controls.js";
 import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/stepper/step_frames.js";
 import { handleStepKey } from "../../mpi4dl_nb/page/stepper/step_keys.js";
@@ -28,18 +26,18 @@ const HELD = [[0, 0, 21, 31], [0, 29, 21, 60], [19, 0, 40, 31], [19, 29, 40, 60]
 
 function makeMeta() {
   const panels = OWN.map((own, rank) => (
-    { rank, own, held: HELD[rank], square: true, blockPx: [1, 1], values: [rank * 651, 21, 31] }));
+    { rank, own, held: HELD[rank], square: true, blockPx: [1, 1], values: rank }));
   return { groups: [{ panels, size: [40, 60], gradient: false, span: [0, 1] }], messages: [], sums: [], ranks: [] };
 }
 
 test("cells of a stage lie as in the image and nothing overlaps or leaves the view", () => {
   for (const [wide, most] of [[900, 430], [400, 430], [1900, 600]]) {
     const { cells, boxes, high } = placeRanks(SETUP, wide, most);
-    assert.ok(cells[0][0] < cells[1][0] && cells[0][1] === cells[1][1] && cells[2][1] > cells[0][1]);
-    for (const [left, top, width, height] of [...cells, ...boxes]) {
-      assert.ok(left >= -0.5 && top >= 0 && left + width <= wide + 0.5 && top + height <= high, `${wide}`);
+    assert.ok(cells[0][1] < cells[1][1] && cells[0][0] === cells[1][0] && cells[2][0] > cells[0][0]);
+    for (const [top, left, bottom, right] of [...cells, ...boxes]) {
+      assert.ok(left >= -0.5 && top >= 0 && right <= wide + 0.5 && bottom <= high, `${wide}`);
     }
-    assert.ok(cells[4][0] >= cells[1][0] + cells[1][2] || cells[4][1] >= cells[2][1] + cells[2][3]);
+    assert.ok(cells[4][1] >= cells[1][3] || cells[4][0] >= cells[2][2]);
   }
 });
 
@@ -47,16 +45,16 @@ test("where a row is too short for all, each replica has its own, and many ranks
   const boxes = [0, 0, 1, 1].map((replica) => ({ rows: 8, cols: 8, replica }));
   const ranks = boxes.flatMap((_, box) => Array.from({ length: 64 }, (_, at) => ({ box, row: at >> 3, col: at & 7 })));
   const { cells } = placeRanks({ size: [64, 64], boxes, ranks }, 700, 600);
-  assert.equal(cells[0][1], cells[64][1]);
-  assert.ok(cells[128][1] > cells[63][1]);
-  assert.ok(cells.every(([, , width, height]) => width > 5 && height > 5));
+  assert.equal(cells[0][0], cells[64][0]);
+  assert.ok(cells[128][0] > cells[63][0]);
+  assert.ok(cells.every((cell) => Math.min(...measureRectangle(cell)) > 5));
 });
 
 test("a pipeline of stages is one row", () => {
   const boxes = [0, 1, 2, 3].map(() => ({ rows: 1, cols: 1, replica: 0 }));
   const ranks = boxes.map((_, box) => ({ box, row: 0, col: 0 }));
   const { cells } = placeRanks({ size: [128, 160], boxes, ranks }, 880, 430);
-  assert.equal(new Set(cells.map((cell) => cell[1])).size, 1);
+  assert.equal(new Set(cells.map((cell) => cell[0])).size, 1);
 });
 
 test("tiles of a value have one scale, and what a rank borrows lies where its owner has it", () => {
@@ -65,9 +63,9 @@ test("tiles of a value have one scale, and what a rank borrows lies where its ow
   assert.equal(placed[4], undefined);
   const edge = [0, 29, 20, 30];  // the last own column of rank 0, the halo of rank 1
   const [home, lent] = [0, 1].map((rank) => locateTile(placed[rank], edge));
-  assert.ok(Math.abs(home[2] - placed[0].scale[0]) < 1e-9);
+  assert.ok(Math.abs(measureRectangle(home)[1] - placed[0].scale[0]) < 1e-9);
   assert.deepEqual(lent.slice(0, 2), placed[1].rectangle.slice(0, 2));
-  assert.deepEqual(home.slice(2), lent.slice(2));
+  measureRectangle(home).forEach((side, at) => assert.ok(Math.abs(side - measureRectangle(lent)[at]) < 1e-9));
 });
 
 test("beside values without a halo there is room for the messages from there", () => {
@@ -76,9 +74,8 @@ test("beside values without a halo there is room for the messages from there", (
   meta.messages = OWN.map((own, target) => ({ source: 3 - target, target, tile: [14, 24, 26, 36], own }));
   const placed = placePanels(meta, cells);
   for (const { source, tile } of meta.messages) {
-    const [left, top, width, height] = locateTile(placed[source], tile), cell = cells[source];
-    assert.ok(left >= cell[0] && left + width <= cell[0] + cell[2]);
-    assert.ok(top >= cell[1] && top + height <= cell[1] + cell[3]);
+    const place = locateTile(placed[source], tile);
+    assert.deepEqual(intersectRectangles(place, cells[source]), place);
   }
   meta.messages = meta.messages.map((message) => ({ ...message, tile: [30, 50, 50, 70] }));  // of another value
   const widest = placePanels({ ...meta, messages: [] }, cells).map((place) => place.rectangle);
@@ -87,8 +84,8 @@ test("beside values without a halo there is room for the messages from there", (
 
 test("a message of a rank that shows another value starts in the middle of its cell", () => {
   const { cells } = placeRanks(SETUP, 900, 430), place = locateMessage(undefined, cells[4], [0, 0, 20, 30]);
-  const [x, y] = findCentre(place), [left, top, width, height] = cells[4];
-  assert.ok(x > left && x < left + width && y > top && y < top + height);
+  const [x, y] = findCentre(place);
+  assert.ok(isInside(cells[4], y, x));
 });
 
 test("the pixel under the pointer is found, in halos too", () => {
@@ -132,10 +129,10 @@ test("the sign of a sum lies on no rank's name", () => {
     for (const ranks of [[0, 1, 2, 3], [0, 1], [0, 2], [4]]) {
       for (const aside of [-23, 0, 23]) {
         const [x, y] = placeSumSign(cells, ranks, aside);
-        for (const [left, top, width, height] of cells) {
-          const head = getCellHead([left, top, width, height]);
-          const apart = x + SIGN_PX <= left || x - SIGN_PX >= left + width || y + SIGN_PX <= top || y - SIGN_PX >= top + head;
-          assert.ok(!head || apart, `${wide} ${ranks} ${aside}`);
+        for (const cell of cells) {
+          const [top, left, , right] = cell, name = [top, left, top + getCellHead(cell), right];
+          const hidden = countPixels(intersectRectangles(name, growRectangle([y, x, y, x], SIGN_PX)));
+          assert.equal(hidden, 0, `${wide} ${ranks} ${aside}`);
         }
       }
     }
@@ -158,7 +155,7 @@ test("strips start at their owner and end at their target, all within the motion
 });
 
 test("two strips that swap do not meet", () => {
-  const [one, other] = [[0, 0, 10, 100], [50, 0, 10, 100]];
+  const [one, other] = [[0, 0, 100, 10], [0, 50, 100, 60]];
   assert.deepEqual(bendBetween(one, other, 0), one);
   bendBetween(one, other, 1).forEach((each, at) => assert.ok(Math.abs(each - other[at]) < 1e-9));
   const [there, back] = [findCentre(bendBetween(one, other, 0.5)), findCentre(bendBetween(other, one, 0.5))];
@@ -166,9 +163,9 @@ test("two strips that swap do not meet", () => {
 });
 
 test("off the ground a strip of one pixel can be seen, on the ground it is one pixel", () => {
-  assert.deepEqual(liftRectangle([5, 5, 2, 80], 0), [5, 5, 2, 80]);
-  const [left, , wide] = liftRectangle([5, 5, 2, 80], 1);
-  assert.ok(wide > 10 && Math.abs(left + wide / 2 - 6) < 1e-9);
+  assert.deepEqual(liftRectangle([5, 5, 85, 7], 0), [5, 5, 85, 7]);
+  const lifted = liftRectangle([5, 5, 85, 7], 1);
+  assert.ok(measureRectangle(lifted)[1] > 10 && Math.abs(findCentre(lifted)[0] - 6) < 1e-9);
 });
 
 test("terms go to the sum, totals come back; a sum that is only begun stays there", () => {
@@ -177,12 +174,12 @@ test("terms go to the sum, totals come back; a sum that is only begun stays ther
   assert.equal(computeTerm(0.9, whole).total, true);
   assert.equal(computeTerm(1, { starts: true, waits: false }).at, 1);
   assert.deepEqual(computeTerm(0, { starts: false, waits: true }), { at: 1, total: true });
-  assert.deepEqual(findMiddle([[0, 0, 10, 10], [20, 0, 10, 10]], [0, 1]), [15, 5]);
+  assert.deepEqual(findMiddle([[0, 5], [30, 15]]), [15, 10]);
 });
 
 const EMPTY = { step: "a", ranks: [], groups: [], messages: [], sums: [] };
 const makeFrame = (number, extra = {}) => ({ ...EMPTY, number, ...extra });
-const BYTES = new DataView(new Float32Array([1, 2, 3, 4, 5, 6]).buffer);
+const BYTES = new DataView(new BigUint64Array([8n, 0x2020202020205d5bn]).buffer); // an empty list
 
 test("frames are kept in order, replaced by number, and forgotten when told or with a new step", () => {
   const store = new FrameStore();
@@ -195,17 +192,9 @@ test("frames are kept in order, replaced by number, and forgotten when told or w
   assert.equal(store.last, 0);
 });
 
-test("values are read at any byte of a message", () => {
-  const bytes = new Uint8Array(1 + 24);
-  bytes.set(new Uint8Array(BYTES.buffer), 1);
-  assert.deepEqual([...readFloats(new DataView(bytes.buffer, 1, 24))], [1, 2, 3, 4, 5, 6]);
-  assert.deepEqual([...readIntegers(new DataView(new Uint8Array([9, 1, 0, 0, 0, 2, 0, 0, 0]).buffer, 1))], [1, 2]);
-  assert.deepEqual([...readIntegers(undefined)], []);
-  const store = new FrameStore();
-  store.add(makeFrame(0), BYTES);
-  const { numbers, high, wide } = readValues(store.frames[0], [2, 2, 2]);
-  assert.deepEqual([[...numbers], high, wide], [[3, 4, 5, 6], 2, 2]);
-  assert.equal(readValues(store.frames[0], null), null);
+test("values of a frame are those of a place, the first one too, or not kept", () => {
+  const values = [{ numbers: [3, 4, 5, 6], high: 2, wide: 2 }];
+  assert.deepEqual([readValues({ values }, 0), readValues({ values }, null)], [values[0], null]);
 });
 
 test("numbers are short and keep their sign", () => {
@@ -337,7 +326,7 @@ test("of a strip the asked cells are shown, an upright one is turned", () => {
 
 test("a pixel is told with its owner, and the way by keyboard goes on in the next rank", () => {
   const { cells } = placeRanks(SETUP, 900, 430), meta = makeMeta(), placed = placePanels(meta, cells);
-  const frame = { meta, values: new Float32Array(4 * 651).fill(0.5) };
+  const frame = { meta, values: OWN.map(() => ({ numbers: new Float32Array(651).fill(0.5), high: 21, wide: 31 })) };
   assert.deepEqual(describePixel(frame, placed[1], { rank: 1, row: 3, col: 29 }),
     ["rank 1, row 3, column 29", "value 0.5", "halo, owned by rank 0"]);
   assert.equal(describePixel(frame, placed[1], { rank: 1, row: 3, col: 30 })[2], "own pixel");

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from mpi4dl_nb import TimelineView, show_timeline
@@ -14,6 +13,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 from tests.page.harness import PageHarness
 from tests.page.measures import measure_frames
+from tests.tables import unpack_tables
 
 PLAN = Plan(split_size=1, slice_method="1x2")
 
@@ -76,8 +76,8 @@ def shown(chromium):
 def test_the_numbers_on_the_page_are_those_of_the_events():
     timeline = make_timeline(2, 40)
     view = TimelineView(timeline, PLAN)
-    starts, ends, waits, sent = np.frombuffer(view.times, "<f8").reshape(4, 80)
-    rows, looks, names, kinds, phases, parts, places = np.frombuffer(view.codes, "<i4").reshape(7, 80)
+    columns = unpack_tables(view.columns)
+    starts, ends, waits, sent, rows, looks, names, kinds, phases, parts, places = columns.values()
     words = view.words
     for at, place in enumerate(places):
         event = timeline.events[place]
@@ -225,10 +225,10 @@ def test_the_kernel_selects_and_replaces_what_is_shown(shown):
 
 
 def test_a_newer_step_that_differs_in_its_times_only_is_shown(shown):
-    codes, before = shown.view.codes, shown.shown
+    words, before = shown.view.words, shown.shown
     shown.view.show(make_timeline(2, 40, 3.0), PLAN, make_timeline(2, 40, 0.5))
     shown.harness.advance(4)
-    assert shown.view.codes == codes
+    assert shown.view.words["names"] == words["names"]
     assert shown.shown != before
 
 

@@ -5,7 +5,7 @@ import { formatBytes, formatDuration, formatShare } from "../../mpi4dl_nb/page/s
 import { DRAG_PX, listenToDrag } from "../../mpi4dl_nb/page/shared/pointer_drag.js";
 import { fillStrip } from "../../mpi4dl_nb/page/timeline/strips.js";
 import { pickInk } from "../../mpi4dl_nb/page/shared/textures.js";
-import { labelEvent, makeLanes, makeRuns, matchPredicted, unpackEvents } from "../../mpi4dl_nb/page/timeline/timeline_data.js";
+import { labelEvent, makeLanes, makeRuns, matchPredicted } from "../../mpi4dl_nb/page/timeline/timeline_data.js";
 import { handleTimelineKey, listenToPointer } from "../../mpi4dl_nb/page/timeline/timeline_input.js";
 import { describeLeftOut, findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "../../mpi4dl_nb/page/timeline/timeline_layout.js";
 import { dragWindow, findHandle, getWindow } from "../../mpi4dl_nb/page/timeline/timeline_overview.js";
@@ -26,15 +26,14 @@ function makeStep() {
     work: [true, false], phases: ["forward", "backward"], letters: ["F", "B"],
     rows: [{ rank: 0, roles: "stage 0, tile 0" }, { rank: 3, roles: "" }],
   };
-  const rows = [ // start, end, wait, bytes, row, look, name, kind, phase, micro-batch, place
+  const names = ["start", "end", "wait", "bytes", "row", "look", "name", "kind", "phase", "microBatch", "place"];
+  const rows = [
     [0.0, 0.4, 0, 0, 0, 0, 0, 0, 0, 0, 2], [0.4, 0.6, 0.15, 3072, 0, 2, 1, 1, 0, 0, 0],
     [0.6, 1.0, 0, 0, 0, 1, 2, 0, 1, 1, 3], [0.1, 0.9, 0, 0, 1, 0, 0, 0, 0, 0, 1],
     [0.0, 0.2, 0, 0, 0, 0, 0, 0, 0, 0, 0],
   ];
-  const columns = (from, to) => rows[0].slice(from, to).flatMap((_, at) => rows.map((row) => row[from + at]));
-  const view = (numbers) => new DataView(numbers.buffer);
-  const [times, codes] = [Float64Array.from(columns(0, 4)), Int32Array.from(columns(4, 11))];
-  return { words, events: unpackEvents(words, view(times), view(codes)) };
+  const columns = Object.fromEntries(names.map((name, at) => [name, Float64Array.from(rows, (row) => row[at])]));
+  return { words, events: new TimelineScene(columns, words).events };
 }
 
 function makeScene(width = 1178) {
@@ -51,14 +50,6 @@ function makeLane(bars) {
     event: bars.map((_, at) => at), latest,
   };
 }
-
-test("columns are read from bytes that begin anywhere in their buffer", () => {
-  const { events, words } = makeStep(), bytes = new Uint8Array(5 * 8 * 4 + 3);
-  bytes.set(new Uint8Array(events.start.buffer), 3);
-  const again = unpackEvents(words, new DataView(bytes.buffer, 3), new DataView(new ArrayBuffer(5 * 4 * 7)));
-  assert.deepEqual([...again.end], [0.4, 0.6, 1.0, 0.9, 0.2]);
-  assert.equal(again.measured, 4);
-});
 
 test("work, messages and predictions have lanes of their own, and waiting is the end of what waited", () => {
   const { words, events } = makeStep(), lanes = makeLanes(events, words);

@@ -51,8 +51,9 @@ test("faster plans are lower, larger ones farther right, and those beyond the li
   const [first, second, , slow, beyond] = places;
   assert.ok(first.measured[1] > second.predicted[1] && second.predicted[1] > slow.predicted[1]);
   assert.ok(first.predicted[0] > second.predicted[0]);
-  assert.equal(Math.round(beyond.predicted[0]), inner.left + inner.width);
-  for (const { predicted: [x, y] } of places) assert.ok(x >= inner.left && x <= 800 && y >= inner.top && y <= 400);
+  const [top, left, , right] = inner;
+  assert.equal(Math.round(beyond.predicted[0]), right);
+  for (const { predicted: [x, y] } of places) assert.ok(x >= left && x <= 800 && y >= top && y <= 400);
 });
 
 test("the front goes in steps from the least memory to the fastest", () => {

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 from weakref import ref
 
-import numpy as np
 import pytest
 import torch
 from IPython.core.events import EventManager
@@ -20,7 +19,6 @@ from torch import nn
 
 from mpi4dl_nb import Cluster, background, show_ranks
 from mpi4dl_nb.background import LatestOnly
-from mpi4dl_nb.draw.plan_picture import BLOCK_COLUMNS
 from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_bytes, format_seconds
@@ -32,6 +30,7 @@ from mpi4dl_nb.planning.plan_cache import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.plan_view import PlanView
+from tests.tables import unpack_tables
 
 SHAPE = (4, 3, 32, 32)
 
@@ -65,8 +64,9 @@ def test_a_knob_that_is_turned_is_a_plan_and_a_picture(chosen):
 
 def read_blocks(view) -> list[dict[str, int]]:
     """What the page reads of the blocks of the ranks."""
-    rows = np.frombuffer(view.blocks, "<i4").reshape(-1, len(BLOCK_COLUMNS))
-    return [dict(zip(BLOCK_COLUMNS, row, strict=True)) for row in rows.tolist()]
+    *columns, sides = unpack_tables(view.blocks).values()
+    rows = zip(*(column.tolist() for column in columns), sides[0::4].tolist(), sides[2::4].tolist(), strict=True)
+    return [dict(zip(("copy", "stage", "tile", "rank", "top", "bottom"), row, strict=True)) for row in rows]
 
 
 def test_the_page_has_what_it_draws_of_each_rank_before_it_is_asked(chosen):
@@ -77,7 +77,7 @@ def test_the_page_has_what_it_draws_of_each_rank_before_it_is_asked(chosen):
         (0, 0, 0, 16), (1, 0, 16, 32), (2, 1, 0, 32)
     ]  # fmt: skip
     assert view.shape["facts"][:2] == (("3", "ranks"), ("2", "tiles of 16 x 32 px"))
-    of_rank = np.frombuffer(view.rank_groups, "<i4")
+    of_rank = unpack_tables(view.rank_groups)
     for rank, load in enumerate(chosen.planning.get_compiled(chosen.plan).loads):
         lines = view.loads["groups"][of_rank[rank]]["lines"]
         assert f"weights {format_bytes(load.weight_bytes)}" in lines

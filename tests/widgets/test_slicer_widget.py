@@ -22,6 +22,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.widgets import slicer as module
 from tests.compiler.test_tokens import GlobalContext
 from tests.images.made_slides import find_shared
+from tests.tables import unpack_tables
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])
@@ -98,10 +99,9 @@ def test_fused_halos_are_compared_with_others(slicer):
 
 
 def test_the_page_is_sent_the_sides_of_a_rectangle_in_one_order(slicer):
-    numbers, at = np.frombuffer(slicer.view.numbers, "<i4"), slicer.view.facts["layers"][0]["at"]
-    owned, windows = numbers[at : at + 32].reshape(2, 4, 4).tolist()
-    assert owned[1] == [0, 60, 48, 120]  # top, left, bottom, right
-    assert windows[1] == [0, 59, 49, 120]
+    tables = unpack_tables(slicer.view.numbers)[0]
+    assert tables["owned"][4:8].tolist() == [0, 60, 48, 120]  # top, left, bottom, right
+    assert tables["windows"][4:8].tolist() == [0, 59, 49, 120]
 
 
 def test_a_tile_is_chosen_by_number_and_by_its_pixels(slicer):

@@ -64,7 +64,8 @@ export function moveBlockFocus(boxes, index, key) {
 export function describeBlock(block, stages, load) {
   const stage = stages[block.stage];
   const tile = stage.spatial ? `, tile ${block.tile}` : stage.shared ? `, share ${block.tile} of the images` : "";
-  const pixels = `rows ${block.top} to ${block.bottom - 1}, columns ${block.left} to ${block.right - 1} of the image`;
+  const [top, left, bottom, right] = block.sides;
+  const pixels = `rows ${top} to ${bottom - 1}, columns ${left} to ${right - 1} of the image`;
   return [
     `rank ${block.rank}: ${stage.name}${tile}`,
     stage.spatial ? pixels : "whole images",

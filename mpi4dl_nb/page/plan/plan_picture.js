@@ -9,7 +9,7 @@ import { fillTexture, getBlockFaces } from "./plan_paint.js";
 import { buildPlanScene, fitPlanScene, readBlocks } from "./plan_scene.js";
 
 /** @type {Rectangle} */
-const MARGINS = [14, 36, 58, 14];
+const MARGINS = [14, 14, 58, 36];
 const KEYS = "Arrow keys: next tile, then next stage. Page up and down: stage. Home, End: first and last.";
 
 /** Shows a plan in `host`, and tells what is under the pointer or the focus: in a card, and by `status` aloud. */
@@ -35,11 +35,13 @@ export class PlanPicture {
     this.copy = 0;
     /** @type {PlanStage[]} */
     this.stages = [];
-    this.numbers = new Int32Array(); // of the blocks
+    /** @type {BlockColumns | null} */
+    this.blocks = null;
     /** @type {Pair | null} */
     this.size = null; // of the image: rows and columns, once there is a plan
     /** @type {PlanLoad[]} */
     this.groups = [];
+    /** @type {Int32Array} */
     this.ofRank = new Int32Array(); // the group of each rank
     this.isStale = true;
     /** @type {PlanScene | null} */
@@ -71,12 +73,12 @@ export class PlanPicture {
     });
   }
 
-  /** Show where the ranks of a plan are: its shape, the rows of its blocks, and the image's [rows, columns].
-   * @type {(shape: Partial<PlanShape>, numbers: Int32Array<ArrayBuffer>, size: Pair) => void} */
-  showShape(shape, numbers, size) {
+  /** Show where the ranks of a plan are: its shape, its blocks, if they are not too many, and the image's [rows, columns].
+   * @type {(shape: Partial<PlanShape>, blocks: BlockColumns | null, size: Pair) => void} */
+  showShape(shape, blocks, size) {
     const known = this.describeFocus();
     this.stages = shape.stages ?? [];
-    this.numbers = numbers;
+    this.blocks = blocks;
     this.size = size;
     this.copy = Math.min(this.copy, Math.max(0, (shape.copies ?? []).length - 1));
     this.canvas.setAttribute("aria-label", `${shape.summary}. ${shape.left_out ?? ""} ${KEYS}`);
@@ -91,7 +93,7 @@ export class PlanPicture {
   }
 
   /** Show what the ranks hold: groups of equal load, and the number of each rank's group.
-   * @type {(groups: PlanLoad[], ofRank: Int32Array<ArrayBuffer>, isStale: boolean) => void} */
+   * @type {(groups: PlanLoad[], ofRank: Int32Array, isStale: boolean) => void} */
   showLoads(groups, ofRank, isStale) {
     this.groups = groups;
     this.ofRank = ofRank;
@@ -115,7 +117,7 @@ export class PlanPicture {
   layOut(known = this.describeFocus()) {
     const { clientWidth: width, clientHeight: height } = this.room;
     if (!width || !height || !this.size) return;
-    this.scene = buildPlanScene(this.stages, readBlocks(this.numbers, this.copy), this.size);
+    this.scene = buildPlanScene(this.stages, this.blocks ? readBlocks(this.blocks, this.copy) : [], this.size);
     this.transform = fitPlanScene(this.scene, [width, height], MARGINS);
     this.view = [width, height];
     this.hovered = -1;

@@ -9,22 +9,18 @@
 //            \ d: the stages in order
 
 import { clamp } from "../shared/numbers.js";
+import { findCentre, findMiddle, readRectangle, scaleRectangle } from "../shared/rectangles.js";
 
 const ALONG = [Math.cos(Math.PI / 6), 0.5];
 const MOST_FLOWS = 80;
 const DEPTH = 0.1, SEAM = 0.022, WHOLE = 0.62, GAP = 1.16;
 
-/** Return the rows of `numbers` (an Int32Array) of one copy of the model as objects, each of a rank's block.
- * @type {(numbers: Int32Array, copy: number) => PlanBlock[]} */
-export function readBlocks(numbers, copy) {
-  /** @type {PlanBlock[]} */
-  const found = [];
-  for (let at = 0; at + 8 <= numbers.length; at += 8) {
-    if (numbers[at] !== copy) continue;
-    const [stage, tile, rank, top, left, bottom, right] = numbers.subarray(at + 1, at + 8);
-    found.push({ stage, tile, rank, top, left, bottom, right });
-  }
-  return found;
+/** Return the blocks of the ranks of one copy of the model.
+ * @type {(columns: BlockColumns, copy: number) => PlanBlock[]} */
+export function readBlocks(columns, copy) {
+  const { stage, tile, rank, sides } = columns;
+  const places = Array.from(columns.copy.keys()).filter((at) => columns.copy[at] === copy);
+  return places.map((at) => ({ stage: stage[at], tile: tile[at], rank: rank[at], sides: readRectangle(sides, at) }));
 }
 
 /** @type {(d: number, u: number, v: number) => Pair} */
@@ -46,16 +42,16 @@ function makeFaces(d, front, u0, u1, v0, v1) {
   };
 }
 
-/** Return where a stage places a block: [u0, u1, v0, v1] in units of the longer side of an image of [rows, cols].
+/** Return where a stage places a block, in units of the longer side of an image of [rows, cols].
  * @type {(block: PlanBlock, stage: PlanStage, size: Pair) => Rectangle} */
 export function placeBlock(block, stage, size) {
   const most = Math.max(...size);
   const [high, wide] = [size[0] / most, size[1] / most];
-  if (stage.spatial) return [block.left / most, block.right / most, block.top / most, block.bottom / most];
+  if (stage.spatial) return scaleRectangle(block.sides, 1 / most, 1 / most);
   // A stage of whole images is a smaller sheet around the same middle; ranks that share images stand side by side.
   const scale = WHOLE, u = wide * (1 - scale) / 2, v = high * (1 - scale) / 2, part = wide * scale / stage.cols;
   const column = stage.shared ? block.tile : 0;
-  return [u + column * part, u + (column + 1) * part, v, v + high * scale];
+  return [v, u + column * part, v + high * scale, u + (column + 1) * part];
 }
 
 /** Return the scene of one copy of the model in units of an image's longer side, its blocks in drawing order.
@@ -70,11 +66,11 @@ export function buildPlanScene(stages, blocks, size) {
   // The stages and the blocks may come one after the other: blocks of another plan are left out until both are there.
   const boxes = blocks.filter((block) => block.stage < stages.length).map((block) => {
     const stage = stages[block.stage], { d } = sheets[block.stage];
-    const [u0, u1, v0, v1] = placeBlock(block, stage, size);
+    const place = placeBlock(block, stage, size), [v0, u0, v1, u1] = place;
     const seam = Math.min(SEAM, (u1 - u0) * 0.12, (v1 - v0) * 0.12);
     const front = d + Math.min(DEPTH, 0.45 * (u1 - u0), 0.45 * (v1 - v0));
     const faces = makeFaces(d, front, u0 + seam, u1 - seam, v0 + seam, v1 - seam);
-    const u = (u0 + u1) / 2, v = (v0 + v1) / 2;
+    const [u, v] = findCentre(place);
     /** @type {PlanBox} */
     const box = {
       block, faces, span: [u1 - u0, v1 - v0],
@@ -89,7 +85,7 @@ export function buildPlanScene(stages, blocks, size) {
   const first = boxes.filter((box) => box.block.stage === 0);
   const image = projectPoints([[0, 0, 0], [0, wide, 0], [0, wide, high], [0, 0, high]]);
   const cuts = first.map((box) => {
-    const [u0, u1, v0, v1] = placeBlock(box.block, { ...stages[0], spatial: true }, size);
+    const [v0, u0, v1, u1] = placeBlock(box.block, { ...stages[0], spatial: true }, size);
     return projectPoints([[0, u0, v0], [0, u1, v0], [0, u1, v1], [0, u0, v1]]);
   });
   const flows = findFlows(boxes, cuts, stages.length);
@@ -99,18 +95,14 @@ export function buildPlanScene(stages, blocks, size) {
 /** Return the lines along which pixels flow, by the stage that they lead to; one line stands for very many.
  * @type {(boxes: PlanBox[], cuts: Polygon[], stages: number) => [Pair, Pair][][]} */
 function findFlows(boxes, cuts, stages) {
-  /** @type {(points: Polygon) => Pair} */
-  const middle = (points) => [
-    points.reduce((sum, [x]) => sum + x, 0) / points.length, points.reduce((sum, [, y]) => sum + y, 0) / points.length,
-  ];
-  let from = cuts.map(middle);
+  let from = cuts.map(findMiddle);
   /** @type {[Pair, Pair][][]} */
   const flows = [];
   for (let stage = 0; stage < stages; stage += 1) {
     const here = boxes.filter((box) => box.block.stage === stage);
     const into = here.map((box) => box.into);
     const alike = from.length === into.length, count = alike ? from.length : from.length * into.length;
-    if (count > MOST_FLOWS) flows.push([[middle(from), middle(into)]]);
+    if (count > MOST_FLOWS) flows.push([[findMiddle(from), findMiddle(into)]]);
     else if (alike) flows.push(from.map((point, at) => [point, into[at]]));
     else flows.push(from.flatMap((point) => into.map((to) => [point, to])));
     from = here.map((box) => box.out);
@@ -119,7 +111,7 @@ function findFlows(boxes, cuts, stages) {
 }
 
 /**
- * Return the scale and offset that fit a scene into `view` [width, height], with `margins` [top, right, bottom, left].
+ * Return the scale and offset that fit a scene into `view` [width, height], with `margins` [top, left, bottom, right].
  * Room that is left over is mostly on the right, where the card about a rank is.
  * @type {(scene: PlanScene, view: Pair, margins: Rectangle) => Transform}
  */
@@ -134,11 +126,11 @@ export function fitPlanScene(scene, view, margins) {
   };
   cover(scene.image);
   for (const { faces } of scene.boxes) Object.values(faces).forEach(cover);
-  const [width, height] = [view[0] - margins[1] - margins[3], view[1] - margins[0] - margins[2]];
+  const [width, height] = [view[0] - margins[3] - margins[1], view[1] - margins[0] - margins[2]];
   const scale = Math.max(1, Math.min(width / (right - left), height / (bottom - top)));
   return {
     scale,
-    x: margins[3] - left * scale + (width - (right - left) * scale) * 0.3,
+    x: margins[1] - left * scale + (width - (right - left) * scale) * 0.3,
     y: margins[0] - top * scale + (height - (bottom - top) * scale) / 2,
   };
 }

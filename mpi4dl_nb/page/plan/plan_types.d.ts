@@ -100,11 +100,11 @@ interface PlanBlock {
   stage: number;
   tile: number;
   rank: number;
-  top: number;
-  left: number;
-  bottom: number;
-  right: number;
+  sides: Rectangle;
 }
+
+/** The blocks of all copies of the model, column by column. */
+type BlockColumns = Record<"copy" | keyof PlanBlock, Int32Array>;
 
 type Polygon = Pair[];
 

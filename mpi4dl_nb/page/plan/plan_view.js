@@ -2,7 +2,7 @@
 
 import { makeButton, makeElement } from "../shared/elements.js";
 import { boundHeight, followModel, makeRender } from "../shared/view_life.js";
-import { readIntegers } from "../shared/numbers.js";
+import { unpackTables } from "../shared/tables.js";
 import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
 import { PlanPicture } from "./plan_picture.js";
@@ -99,14 +99,14 @@ function showPlan({ model, el, signal }) {
   /** @type {Record<string, () => void>} */
   const show = {
     shape: () => {
-      const shape = model.get("shape");
+      const shape = model.get("shape"), blocks = model.get("blocks");
       if (!shape.size) return;
-      picture.showShape(shape, readIntegers(model.get("blocks")), shape.size);
+      picture.showShape(shape, blocks.byteLength ? unpackTables(blocks) : null, shape.size);
       showFacts(parts, shape, picture);
     },
     loads: () => {
-      const loads = model.get("loads"), isStale = loads.plan !== model.get("shape").plan;
-      picture.showLoads(loads.groups ?? [], readIntegers(model.get("rank_groups")), isStale);
+      const { groups = [], plan } = model.get("loads"), isStale = plan !== model.get("shape").plan;
+      picture.showLoads(groups, groups.length ? unpackTables(model.get("rank_groups")) : new Int32Array(), isStale);
     },
     gauges: () => {
       const { now = [], before = [], plan } = model.get("gauges");

@@ -1,5 +1,7 @@
 // Canvases: their size in pixels of the device, and strokes that are seen on any colours.
 
+import { toBox } from "./rectangles.js";
+
 export const FONT = "system-ui, sans-serif";
 export const DARK = "#1a1a1a"; // on colours of any theme: of values, of tissue, of bars
 export const WHITE = "#ffffff";
@@ -29,12 +31,12 @@ export function fitCanvas(canvas, wide, high) {
   return context;
 }
 
-/** Stroke the rectangle [left, top, width, height] on a wider white one.
+/** Stroke a rectangle on a wider white one.
  * @type {(context: Context, rectangle: Rectangle, colour?: string, wide?: number) => void} */
 export function strokeCasedRectangle(context, rectangle, colour = DARK, wide = 2) {
   for (const [strokeStyle, lineWidth] of [[WHITE, wide + 2], [colour, wide]]) {
     Object.assign(context, { strokeStyle, lineWidth });
-    context.strokeRect(...rectangle);
+    context.strokeRect(...toBox(rectangle));
   }
 }
 

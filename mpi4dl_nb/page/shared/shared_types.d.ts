@@ -4,14 +4,18 @@
 /** Two numbers: a place [x, y], a size [width, height] or a span [low, high]. */
 type Pair = [number, number];
 
-/** Four numbers: [top, left, bottom, right] of rows and columns, or [left, top, width, height] in px. */
-type Rectangle = [number, number, number, number];
-
-/** A rectangle that may also be four numbers of an array that the kernel has sent. */
-type Sides = Readonly<Rectangle> | Int32Array;
+/** The sides of a rectangle, see rectangles.js. */
+type Rectangle = [top: number, left: number, bottom: number, right: number];
 
 /** Bytes that the kernel has sent. */
 type Bytes = DataView<ArrayBuffer>;
+
+/** An array of numbers in the text of packed tables: their kind, how many, and where they begin behind the text. */
+interface PackedArray {
+  kind: "f4" | "f8" | "i4" | "u1";
+  count: number;
+  at: number;
+}
 
 /** Of two or of four numbers, `map` makes as many. */
 interface Array<T> {

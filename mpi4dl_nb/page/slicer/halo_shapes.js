@@ -3,16 +3,16 @@
 const LEAST_PX = 3;
 
 /**
- * Return { left, top, right, bottom, enlarged } on the screen of a borrowed rectangle beside the tile `own`.
+ * Return { edges, enlarged } on the screen of a borrowed rectangle beside the tile `own`, both on the screen.
  *
- * Both are [top, left, bottom, right] on the screen. A side thinner than LEAST_PX grows away from the own tile, so that
- * the edge between them stays in place; `enlarged` is by how much, 1 if not at all.
- * @type {(piece: Sides, own: Sides) => ScreenPiece}
+ * A side thinner than LEAST_PX grows away from the own tile, so that the edge between them stays in place; `enlarged`
+ * is by how much, 1 if not at all.
+ * @type {(piece: Rectangle, own: Rectangle) => ScreenPiece}
  */
 export function widenPiece(piece, own) {
   const [top, bottom, down] = widenSpan(piece[0], piece[2], own[0], own[2]);
   const [left, right, across] = widenSpan(piece[1], piece[3], own[1], own[3]);
-  return { left, top, right, bottom, enlarged: Math.max(down, across) };
+  return { edges: [top, left, bottom, right], enlarged: Math.max(down, across) };
 }
 
 /** @type {(start: number, stop: number, ownStart: number, ownStop: number) => [number, number, number]} */
@@ -32,8 +32,8 @@ export function chooseTileColour(tile, columns, colours) {
   return colours[2 * (row % 2) + ((tile % columns) % 2)];
 }
 
-/** Return a rectangle [top, left, bottom, right] of the picture on the screen.
- * @type {(rectangle: Sides, transform: Transform) => Rectangle} */
+/** Return a rectangle of the picture on the screen.
+ * @type {(rectangle: Rectangle, transform: Transform) => Rectangle} */
 export function toScreenRectangle([top, left, bottom, right], transform) {
   const { scale, x, y } = transform;
   return [top * scale + y, left * scale + x, bottom * scale + y, right * scale + x];

@@ -2,6 +2,7 @@
 // Level k has one pixel for 2^k x 2^k pixels of the picture. All tiles have TILE_PX pixels a side, but at the edges.
 
 import { clamp } from "../shared/numbers.js";
+import { findCentre, intersectRectangles, scaleRectangle } from "../shared/rectangles.js";
 
 export const TILE_PX = 256;
 
@@ -14,7 +15,7 @@ export function chooseLevel(levels, scale, finest = 0) {
   return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), finest, levels - 1);
 }
 
-/** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first.
+/** Return [level, row, column] of the tiles of a level within a rectangle, nearest to the middle first.
  * @type {(level: number, size: Pair, visible: Rectangle) => PyramidTile[]} */
 export function listTiles(level, size, visible) {
   const side = TILE_PX * 2 ** level;
@@ -25,22 +26,20 @@ export function listTiles(level, size, visible) {
   const last = (stop, length) => Math.min(Math.ceil(length / side), Math.ceil(stop / side));
   /** @type {PyramidTile[]} */
   const found = [];
-  for (let row = first(visible[1]); row < last(visible[3], height); row += 1) {
-    for (let column = first(visible[0]); column < last(visible[2], width); column += 1) found.push([level, row, column]);
+  for (let row = first(visible[0]); row < last(visible[2], height); row += 1) {
+    for (let column = first(visible[1]); column < last(visible[3], width); column += 1) found.push([level, row, column]);
   }
-  const middle = [(visible[0] + visible[2]) / 2 / side - 0.5, (visible[1] + visible[3]) / 2 / side - 0.5];
+  const [x, y] = findCentre(visible).map((middle) => middle / side - 0.5);
   /** @type {(tile: PyramidTile) => number} */
-  const distance = ([, row, column]) => Math.hypot(column - middle[0], row - middle[1]);
+  const distance = ([, row, column]) => Math.hypot(column - x, row - y);
   return found.sort((one, other) => distance(one) - distance(other));
 }
 
-/** Return [left, top, width, height] of a tile in pixels of the picture.
+/** Return the rectangle of a tile in pixels of the picture.
  * @type {(tile: PyramidTile, size: Pair) => Rectangle} */
 export function getTileRectangle([level, row, column], size) {
   const side = TILE_PX * 2 ** level;
-  const left = column * side;
-  const top = row * side;
-  return [left, top, Math.min(side, size[0] - left), Math.min(side, size[1] - top)];
+  return intersectRectangles(scaleRectangle([row, column, row + 1, column + 1], side, side), [0, 0, size[1], size[0]]);
 }
 
 /** Return the name of a tile, for a cache.

@@ -121,7 +121,7 @@ export class Scene {
     this.moveTo(this.fitWhole());
   }
 
-  /** Show the rectangle [left, top, width, height] of the scene; before the first size, remember it.
+  /** Show a rectangle of the scene; before the first size, remember it.
    * @type {(rectangle: Rectangle) => void} */
   showRectangle(rectangle) {
     this.wanted = rectangle;

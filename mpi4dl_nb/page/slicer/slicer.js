@@ -4,10 +4,11 @@ import { makeButton, makeElement, makeKeyHelp } from "../shared/elements.js";
 import { boundHeight, followModel, makeRender, makeTimer, watchTheme } from "../shared/view_life.js";
 import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
-import { clamp, readIntegers } from "../shared/numbers.js";
+import { clamp } from "../shared/numbers.js";
 import { PixelReader } from "./pixel_reader.js";
 import { TileCache } from "./pyramid.js";
-import { countPixels, scaleRectangle } from "../shared/rectangles.js";
+import { centreRectangle, countPixels, scaleRectangle } from "../shared/rectangles.js";
+import { unpackTables } from "../shared/tables.js";
 import { Scene } from "./scene.js";
 import { SLICER_KEYS, describePlace, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
 import {
@@ -97,9 +98,11 @@ class SlicerView {
 
   readFacts() {
     this.facts = this.model.get("facts");
-    const numbers = readIntegers(this.model.get("numbers"));
-    if (!this.facts.layers.length || this.facts.words !== numbers.length) return; // the other half is still to come
-    this.tables = this.facts.layers.map((layer) => new LayerTable(layer, numbers));
+    const packed = this.model.get("numbers");
+    if (!this.facts.layers.length || this.facts.bytes !== packed.byteLength) return; // the other half is still to come
+    /** @type {LayerNumbers[]} */
+    const numbers = unpackTables(packed);
+    this.tables = this.facts.layers.map((layer, at) => new LayerTable(layer, numbers[at]));
     if (this.scene) this.refresh();
   }
 
@@ -296,7 +299,7 @@ class SlicerView {
     const nearest = (start, stop, low, high) => clamp((start + stop) / 2, low, high);
     const [y, x] = [nearest(piece[0], piece[2], own[0], own[2]), nearest(piece[1], piece[3], own[1], own[3])];
     const side = SEAM_PX * Math.max(...this.getPixel());
-    this.scene.showRectangle([x - side / 2, y - side / 2, side, side]);
+    this.scene.showRectangle(centreRectangle([x, y], [side, side]));
   }
 
   settle() {

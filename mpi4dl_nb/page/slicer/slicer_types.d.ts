@@ -1,8 +1,7 @@
 // Types of the slicer: what the kernel tells (mpi4dl_nb/widgets/slicer.py, mpi4dl_nb/draw/layer_tables.py), the view.
 
-/** A layer; its tables are in the numbers of all layers from `at` on. Without a model it has no `operator`. */
+/** A layer. Without a model it has no `operator`. */
 interface LayerFacts {
-  at: number;
   title: string;
   operator: string;
   stage: number;
@@ -13,11 +12,21 @@ interface LayerFacts {
   out_rows: number;
   out_columns: number;
   pixel_bytes: number;
-  pieces: number;
   moves: string[];
   computed: boolean;
   reach: boolean;
   words: string[][]; // by tile
+}
+
+/** The tables of a layer, of which those of tiles and of pieces are rectangles; `fields` are of rows and of columns. */
+interface LayerNumbers {
+  owned: Int32Array;
+  windows: Int32Array;
+  sources: Int32Array;
+  targets: Int32Array;
+  pieces: Int32Array;
+  seen: Int32Array;
+  fields: Int32Array[];
 }
 
 /** A layer of the model in the strip; `points` are the numbers of those in which tiles borrow. */
@@ -58,7 +67,7 @@ interface ClassColour {
 interface SlicerFacts {
   picture: PictureFacts;
   layers: LayerFacts[];
-  words: number; // how many numbers the layers have
+  bytes: number; // of the tables of all layers
   net: NetLayer[];
   remarks: Record<string, string[][]>; // by stage, then by tile
   colours: string[];
@@ -97,7 +106,7 @@ type TileImage = ImageBitmap;
 interface BorrowedPiece {
   source: number;
   target: number;
-  rectangle: Int32Array;
+  rectangle: Rectangle;
   text?: string;
 }
 
@@ -109,10 +118,7 @@ interface HaloPiece {
 
 /** A borrowed rectangle on the screen; `enlarged` is by how much it is drawn thicker than it is. */
 interface ScreenPiece {
-  left: number;
-  top: number;
-  right: number;
-  bottom: number;
+  edges: Rectangle;
   enlarged: number;
 }
 

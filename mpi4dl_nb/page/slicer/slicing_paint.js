@@ -5,7 +5,7 @@ import { DARK, FONT, WHITE } from "../shared/canvas.js";
 import { chooseScaleBar } from "../shared/format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
-import { countPixels, intersectRectangles, scaleRectangle } from "../shared/rectangles.js";
+import { countPixels, growRectangle, intersectRectangles, joinRectangles, scaleRectangle, toBox } from "../shared/rectangles.js";
 import { getVisible } from "./transform.js";
 
 const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn
@@ -31,30 +31,24 @@ export function paintPicture(context, scene, picture, cache, preview) {
   return wanted;
 }
 
-/** Paint a predicted map translucently over its [top, left, bottom, right], as far as the picture goes.
+/** Paint a predicted map translucently over its rectangle, as far as the picture goes.
  * @type {(context: Context, scene: SceneView, image: TileImage, place: Rectangle) => void} */
 export function paintPrediction(context, scene, image, place) {
   const { transform, size } = scene;
-  const [top, left, bottom, right] = toScreenRectangle(place, transform);
-  const [y0, x0, y1, x1] = toScreenRectangle([0, 0, size[1], size[0]], transform);
   context.save();
   context.beginPath();
-  context.rect(x0, y0, x1 - x0, y1 - y0);
+  context.rect(...toBox(toScreenRectangle([0, 0, size[1], size[0]], transform)));
   context.clip();
   context.globalAlpha = 0.5;
   context.imageSmoothingEnabled = false;
-  context.drawImage(image, left, top, right - left, bottom - top);
+  context.drawImage(image, ...toBox(toScreenRectangle(place, transform)));
   context.restore();
 }
 
 /** @type {(context: Context, transform: Transform, tile: PyramidTile, image: TileImage, size: Pair) => void} */
 function drawTile(context, transform, tile, image, size) {
-  const [left, top, width, height] = getTileRectangle(tile, size);
   // Edges on whole pixels of the screen: neighbours would show a seam between them otherwise.
-  /** @type {(start: number, offset: number) => number} */
-  const edge = (start, offset) => Math.round(start * transform.scale + offset);
-  const [x, y] = [edge(left, transform.x), edge(top, transform.y)];
-  context.drawImage(image, x, y, edge(left + width, transform.x) - x, edge(top + height, transform.y) - y);
+  context.drawImage(image, ...toBox(toScreenRectangle(getTileRectangle(tile, size), transform).map(Math.round)));
 }
 
 /** @type {(context: Context, transform: Transform, tile: PyramidTile, cache: TileCache, levels: number, size: Pair) =>
@@ -62,12 +56,12 @@ function drawTile(context, transform, tile, image, size) {
 function drawAncestor(context, transform, tile, cache, levels, size) {
   const found = cache.findAncestor(tile, levels);
   if (!found) return;
-  const [left, top, width, height] = getTileRectangle(tile, size);
-  const [fromLeft, fromTop, fromWidth, fromHeight] = getTileRectangle(found.tile, size);
+  const edges = getTileRectangle(tile, size), [left, top, width, height] = toBox(edges);
+  const [fromLeft, fromTop, fromWidth, fromHeight] = toBox(getTileRectangle(found.tile, size));
   const [across, down] = [found.image.width / fromWidth, found.image.height / fromHeight];
   context.drawImage(
     found.image, (left - fromLeft) * across, (top - fromTop) * down, width * across, height * down,
-    left * transform.scale + transform.x, top * transform.scale + transform.y, width * transform.scale, height * transform.scale,
+    ...toBox(toScreenRectangle(edges, transform)),
   );
 }
 
@@ -75,17 +69,17 @@ function drawAncestor(context, transform, tile, cache, levels, size) {
  * @type {(table: LayerTable, tile: number, reading: Reading, size: Pair) => [Rectangle, Rectangle, HaloPiece[]]} */
 export function findHalo(table, tile, reading, size) {
   const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
-  const own = scaleRectangle(table.getOwned(tile), down, across);
+  const own = scaleRectangle(table.get("owned", tile), down, across);
   if (reading === "layer") {
     const pieces = table.getBorrowed(tile)
       .map(({ source, rectangle }) => ({ source, rectangle: scaleRectangle(rectangle, down, across) }));
-    return [own, scaleRectangle(table.getWindow(tile), down, across), pieces];
+    return [own, scaleRectangle(table.get("windows", tile), down, across), pieces];
   }
-  const seen = scaleRectangle(table.getSeen(tile), 1, 1);
+  const seen = table.get("seen", tile);
   /** @type {HaloPiece[]} */
   const pieces = [];
   for (let source = 0; source < table.tiles; source += 1) {
-    const other = scaleRectangle(table.getOwned(source), down, across);
+    const other = scaleRectangle(table.get("owned", source), down, across);
     const rectangle = intersectRectangles(seen, other);
     if (source !== tile && countPixels(rectangle) > 0) pieces.push({ source, rectangle });
   }
@@ -108,13 +102,13 @@ export function paintTiles(context, scene, table, tile, reading, colours) {
   for (const { edges } of tiles) paintSeam(context, edges);
   for (const piece of shown) {
     context.fillStyle = context.strokeStyle = chooseTileColour(piece.source, columns, colours);
-    const [x, y, width, height] = [piece.left, piece.top, piece.right - piece.left, piece.bottom - piece.top];
+    const box = toBox(piece.edges), [, , width, height] = box;
     context.globalAlpha = 0.4;
-    context.fillRect(x, y, width, height);
+    context.fillRect(...box);
     context.globalAlpha = 1;
     context.lineWidth = 1.5;
-    if (width > 6 && height > 6) context.strokeRect(x + 0.75, y + 0.75, width - 1.5, height - 1.5);
-    else context.fillRect(x, y, width, height); // too thin to see pixels under a tint: the colour itself
+    if (width > 6 && height > 6) context.strokeRect(...toBox(growRectangle(piece.edges, -0.75)));
+    else context.fillRect(...box); // too thin to see pixels under a tint: the colour itself
   }
   outline(context, ownScreen, WHITE, 4.5);
   outline(context, ownScreen, chooseTileColour(tile, columns, colours), 3);
@@ -137,9 +131,8 @@ function listTileEdges(scene, table) {
   const { transform, view, size } = scene;
   const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
   const all = Array.from({ length: table.tiles }, (_, other) =>
-    ({ other, edges: toScreenRectangle(scaleRectangle(table.getOwned(other), down, across), transform) }));
-  return all.filter(({ edges: [top, left, bottom, right] }) =>
-    bottom >= 0 && top <= view[1] && right >= 0 && left <= view[0]);
+    ({ other, edges: toScreenRectangle(scaleRectangle(table.get("owned", other), down, across), transform) }));
+  return all.filter(({ edges }) => countPixels(intersectRectangles(edges, [0, 0, view[1], view[0]])));
 }
 
 /** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue.
@@ -155,35 +148,32 @@ function paintSeam(context, [top, left, bottom, right]) {
 }
 
 /** @type {(context: Context, scene: SceneView, needed: Rectangle, shown: ScreenPiece[]) => void} */
-function paintVeil(context, scene, [top, left, bottom, right], shown) {
-  const { transform, view, size } = scene;
-  const [x, y] = [Math.max(0, transform.x), Math.max(0, transform.y)];
-  const right0 = Math.min(view[0], transform.x + size[0] * transform.scale);
-  const bottom0 = Math.min(view[1], transform.y + size[1] * transform.scale);
+function paintVeil(context, scene, needed, shown) {
   context.beginPath();
-  context.rect(x, y, right0 - x, bottom0 - y);
+  context.rect(...toBox(findShown(scene)));
   // The halo that is drawn enlarged is not greyed either.
-  const edges = shown.reduce(([a, b, c, d], piece) =>
-    [Math.min(a, piece.top), Math.min(b, piece.left), Math.max(c, piece.bottom), Math.max(d, piece.right)],
-  [top, left, bottom, right]);
-  context.rect(edges[1], edges[0], edges[3] - edges[1], edges[2] - edges[0]);
+  context.rect(...toBox(joinRectangles([needed, ...shown.map(({ edges }) => edges)])));
   context.fillStyle = "rgb(118 122 128 / 66%)";
   context.fill("evenodd");
 }
 
+/** Return the part of the screen in which the picture is.
+ * @type {(scene: SceneView) => Rectangle} */
+function findShown({ transform, view, size }) {
+  return intersectRectangles(toScreenRectangle([0, 0, size[1], size[0]], transform), [0, 0, view[1], view[0]]);
+}
+
 /** @type {(context: Context, edges: Rectangle, colour: string, width: number) => void} */
-function outline(context, [top, left, bottom, right], colour, width) {
+function outline(context, edges, colour, width) {
   context.strokeStyle = colour;
   context.lineWidth = width;
-  const inset = width / 2;
-  context.strokeRect(left + inset, top + inset, right - left - width, bottom - top - width);
+  context.strokeRect(...toBox(growRectangle(edges, -width / 2)));
 }
 
 /** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is.
  * @type {(context: Context, view: Pair, edges: Rectangle, name: string, number: string, own: Rectangle) => void} */
-function paintLabel(context, view, [top, left, bottom, right], name, number, own) {
-  const [low, high] = [Math.max(top, 0), Math.min(bottom, view[1])];
-  const [start, end] = [Math.max(left, 0), Math.min(right, view[0])];
+function paintLabel(context, view, edges, name, number, own) {
+  const [top, left] = edges, [low, start, high, end] = intersectRectangles(edges, [0, 0, view[1], view[0]]);
   const text = end - start > 120 ? name : number;
   const chosen = top === own[0] && left === own[1];
   context.font = `${chosen ? 600 : 400} 12px ${FONT}`;
@@ -200,13 +190,12 @@ function paintLabel(context, view, [top, left, bottom, right], name, number, own
 
 /** @type {(context: Context, scene: SceneView, table: LayerTable) => void} */
 function paintLayerGrid(context, scene, table) {
-  const { transform, view, size } = scene;
+  const { transform, size } = scene;
   const across = (size[0] / table.facts.columns) * transform.scale;
   const down = (size[1] / table.facts.rows) * transform.scale;
   if (Math.min(across, down) < GRID_PX) return;
   context.fillStyle = "rgb(20 23 26 / 22%)";
-  const [left, top] = [Math.max(0, transform.x), Math.max(0, transform.y)];
-  const [right, bottom] = size.map((side, axis) => Math.min(view[axis], side * transform.scale + (axis ? transform.y : transform.x)));
+  const [top, left, bottom, right] = findShown(scene);
   for (const x of listGridLines(across, transform.x, right)) context.fillRect(Math.round(x), top, 1, bottom - top);
   for (const y of listGridLines(down, transform.y, bottom)) context.fillRect(left, Math.round(y), right - left, 1);
 }
@@ -216,7 +205,7 @@ function paintLayerGrid(context, scene, table) {
 export function paintValues(context, scene, readPixel) {
   const { transform, view, size } = scene;
   if (transform.scale < VALUE_PX) return;
-  const [left, top, right, bottom] = getVisible(transform, view);
+  const [top, left, bottom, right] = getVisible(transform, view);
   context.font = `11px ${FONT}`;
   context.textAlign = "center";
   for (let row = Math.max(0, Math.floor(top)); row < Math.min(size[1], bottom); row += 1) {

@@ -10,11 +10,10 @@ export function fitTransform(size, view, margin = 0) {
   return { scale, x: (view[0] - size[0] * scale) / 2, y: (view[1] - size[1] * scale) / 2 };
 }
 
-/** Return the transform that shows the rectangle [left, top, width, height] of the scene centred in `view`.
+/** Return the transform that shows a rectangle of the scene centred in `view`.
  * @type {(rectangle: Rectangle, view: Pair, margin?: number) => Transform} */
-export function fitRectangle(rectangle, view, margin = 0) {
-  const [left, top, width, height] = rectangle;
-  const fitted = fitTransform([width, height], view, margin);
+export function fitRectangle([top, left, bottom, right], view, margin = 0) {
+  const fitted = fitTransform([right - left, bottom - top], view, margin);
   return { ...fitted, x: fitted.x - left * fitted.scale, y: fitted.y - top * fitted.scale };
 }
 
@@ -56,8 +55,9 @@ export function toScreen(transform, x, y) {
   return [x * transform.scale + transform.x, y * transform.scale + transform.y];
 }
 
-/** Return [left, top, right, bottom] of the scene that a view of `view` px shows.
+/** Return the rectangle of the scene that a view of `view` px shows.
  * @type {(transform: Transform, view: Pair) => Rectangle} */
 export function getVisible(transform, view) {
-  return [...toScene(transform, 0, 0), ...toScene(transform, view[0], view[1])];
+  const [[left, top], [right, bottom]] = [toScene(transform, 0, 0), toScene(transform, ...view)];
+  return [top, left, bottom, right];
 }

@@ -1,7 +1,10 @@
-// Where the ranks of a step, and the values that they hold, are drawn: rectangles are [left, top, width, height] in px.
+// Where the ranks of a step, and the values that they hold, are drawn.
 
 import { clamp } from "../shared/numbers.js";
-import { countPixels, intersectRectangles } from "../shared/rectangles.js";
+import {
+  centreRectangle, countPixels, findCentre, findMiddle, growRectangle, intersectRectangles, isInside, joinRectangles,
+  measureRectangle,
+} from "../shared/rectangles.js";
 
 /** The radius of the sign of a sum. */
 export const SIGN_PX = 18;
@@ -30,18 +33,20 @@ export function placeRanks(setup, wide, most) {
   }
   const high = Math.max(60, best.high), { across, lines } = best;
   const boxes = lines.flatMap((line, row) => {
+    const top = row * (high + BOX_HEAD) + BOX_HEAD;
     let left = (wide - measureLine(line, setup.size, high)) / 2;
     return line.map((box) => {
       /** @type {Rectangle} */
-      const place = [left, row * (high + BOX_HEAD) + BOX_HEAD, measureBox(box, setup.size, high), high];
-      left += place[2] + BOX_GAP;
+      const place = [top, left, top + high, left + measureBox(box, setup.size, high)];
+      left = place[3] + BOX_GAP;
       return place;
     });
   });
   /** @type {Rectangle[]} */
   const cells = setup.ranks.map(({ box: index, row, col }) => {
-    const [left, top, width, height] = boxes[index], { rows, cols } = setup.boxes[index];
-    return [left + (width / cols) * col, top + (height / rows) * row, width / cols, height / rows];
+    const [top, left] = boxes[index], { rows, cols } = setup.boxes[index], [height, width] = measureRectangle(boxes[index]);
+    const [down, right] = [height / rows, width / cols];
+    return [top + down * row, left + right * col, top + down * (row + 1), left + right * (col + 1)];
   });
   return { high: Math.ceil(count / across) * (high + BOX_HEAD) + 14, boxes, cells };
 }
@@ -50,8 +55,8 @@ export function placeRanks(setup, wide, most) {
  * @type {(box: StepBox, size: Pair, high: number) => number} */
 function measureBox({ rows, cols }, size, high) {
   const aspect = clamp((size[1] / cols) / (size[0] / rows), 0.3, 4);
-  const side = high / rows, room = getRoom([0, 0, side, side]);
-  return cols * (room[3] * aspect + side - room[2]);
+  const side = high / rows, [height, width] = measureRectangle(getRoom([0, 0, side, side]));
+  return cols * (height * aspect + side - width);
 }
 
 /** @type {(line: StepBox[], size: Pair, high: number) => number} */
@@ -62,10 +67,10 @@ function measureLine(line, size, high) {
 /** Return the height of the line above a cell's values that names its rank; 0 where the cell is too small for it.
  * @type {(cell: Rectangle) => number} */
 export function getCellHead(cell) {
-  return cell[3] > 46 ? CELL_HEAD : 0;
+  return cell[2] - cell[0] > 46 ? CELL_HEAD : 0;
 }
 
-/** Return for each rank that shows values `{ rectangle, scale: [x, y], group, panel }`; other ranks are undefined.
+/** Return for each rank that shows values `{ rectangle, scale: [down, across], group, panel }`; other ranks are undefined.
  *
  * The panels of a group have one scale, so that their tiles read as one picture. There is room beside the values for
  * messages from or to there.
@@ -80,16 +85,14 @@ export function placePanels(meta, cells) {
   for (const group of meta.groups) {
     const rooms = group.panels.map((panel) => getRoom(cells[panel.rank]));
     const reaches = group.panels.map((panel) => findReach(panel, group, meta.messages, groups));
-    /** @type {Pair[]} */
-    const sizes = reaches.map(([top, left, bottom, right]) => [right - left, bottom - top]);
+    const sizes = reaches.map(measureRectangle);
     const shared = Math.min(...group.panels.map((_, at) => fitRoom(sizes[at], rooms[at])));
     group.panels.forEach((panel, at) => {
-      const [left, top, width, height] = rooms[at], [wide, high] = sizes[at];
+      const [height, width] = measureRectangle(rooms[at]), [high, wide] = sizes[at];
       /** @type {Pair} */
-      const scale = panel.square ? [shared, shared] : [width / wide, Math.min(height / high, 0.5 * height)];
-      /** @type {Pair} */
-      const corner = [left + (width - wide * scale[0]) / 2, top + (height - high * scale[1]) / 2];
-      const place = { rectangle: corner, scale, group, panel: { held: reaches[at] } };
+      const scale = panel.square ? [shared, shared] : [Math.min(height / high, 0.5 * height), width / wide];
+      const rectangle = centreRectangle(findCentre(rooms[at]), [high * scale[0], wide * scale[1]]);
+      const place = { rectangle, scale, panel: { held: reaches[at] } };
       placed[panel.rank] = { rectangle: locateTile(place, panel.held), scale, group, panel };
     });
   }
@@ -101,27 +104,25 @@ export function placePanels(meta, cells) {
 function findReach({ rank, held, square }, group, messages, groups) {
   const mine = messages.filter((message) => square && (message.source === rank || message.target === rank));
   const tiles = mine.filter(({ target, tile }) => isInValue(tile, group, groups[target]?.size)).map(({ tile }) => tile);
-  return held.map((side, at) => (at < 2 ? Math.min : Math.max)(side, ...tiles.map((tile) => tile[at])));
+  return joinRectangles([held, ...tiles]);
 }
 
 /** @type {(cell: Rectangle) => Rectangle} */
-function getRoom([left, top, width, height]) {
-  const head = getCellHead([left, top, width, height]), rim = Math.min(RIM, height / 16);
-  return [left + rim, top + head + rim / 2, width - 2 * rim, height - head - 1.5 * rim];
+function getRoom(cell) {
+  const [top, left, bottom, right] = cell, rim = Math.min(RIM, (bottom - top) / 16);
+  return [top + getCellHead(cell) + rim / 2, left + rim, bottom - rim, right - rim];
 }
 
 /** @type {(size: Pair, room: Rectangle) => number} */
-function fitRoom([wide, high], [, , width, height]) {
+function fitRoom([high, wide], room) {
+  const [height, width] = measureRectangle(room);
   return Math.min(width / wide, height / high);
 }
 
 /** Return where the tile [top, left, bottom, right] of a panel's value is drawn, also beyond what the rank holds.
  * @type {(place: TilePlace, tile: Rectangle) => Rectangle} */
-export function locateTile({ rectangle, scale, panel }, [top, left, bottom, right]) {
-  return [
-    rectangle[0] + (left - panel.held[1]) * scale[0], rectangle[1] + (top - panel.held[0]) * scale[1],
-    (right - left) * scale[0], (bottom - top) * scale[1],
-  ];
+export function locateTile({ rectangle, scale, panel }, tile) {
+  return tile.map((side, at) => rectangle[at % 2] + (side - panel.held[at % 2]) * scale[at % 2]);
 }
 
 /** Return where a message's tile of a value of `size` is drawn on a rank that shows `place`.
@@ -131,10 +132,8 @@ export function locateTile({ rectangle, scale, panel }, [top, left, bottom, righ
  */
 export function locateMessage(place, cell, tile, size) {
   if (place && isInValue(tile, place.group, size)) return locateTile(place, tile);
-  /** @type {Pair} */
-  const sides = [Math.max(1, tile[3] - tile[1]), Math.max(1, tile[2] - tile[0])], room = getRoom(cell);
-  const [wide, high] = sides.map((side) => Math.max(8, side * 0.5 * fitRoom(sides, room)));
-  return [room[0] + (room[2] - wide) / 2, room[1] + (room[3] - high) / 2, wide, high];
+  const sides = measureRectangle(tile).map((side) => Math.max(1, side)), room = getRoom(cell);
+  return centreRectangle(findCentre(room), sides.map((side) => Math.max(8, side * 0.5 * fitRoom(sides, room))));
 }
 
 /** Return whether a tile of a value of `size`, if that is known, is a part of what a group shows.
@@ -149,14 +148,9 @@ function isInValue([top, left, bottom, right], group, size) {
  * @type {(placed: PanelPlaces, x: number, y: number) => StepPixel | null} */
 export function findPixel(placed, x, y) {
   for (const [rank, place] of placed.entries()) {
-    if (!place) continue;
-    const { rectangle: [left, top, width, height], scale, panel } = place;
-    if (x < left || y < top || x >= left + width || y >= top + height) continue;
-    return {
-      rank,
-      row: panel.held[0] + Math.floor((y - top) / scale[1]),
-      col: panel.held[1] + Math.floor((x - left) / scale[0]),
-    };
+    if (!place || !isInside(place.rectangle, y, x)) continue;
+    const { rectangle: [top, left], scale: [down, across], panel: { held } } = place;
+    return { rank, row: held[0] + Math.floor((y - top) / down), col: held[1] + Math.floor((x - left) / across) };
   }
   return null;
 }
@@ -169,7 +163,7 @@ export function cutHalo(held, own) {
     [held[0], held[1], own[0], held[3]], [own[2], held[1], held[2], held[3]],
     [own[0], held[1], own[2], own[1]], [own[0], own[3], own[2], held[3]],
   ];
-  return tiles.filter(([top, left, bottom, right]) => bottom > top && right > left);
+  return tiles.filter(countPixels);
 }
 
 /** Return what a panel holds beside its own tile: pixels that are `borrowed`, and `padding` beyond a value of `size`.
@@ -187,24 +181,13 @@ export function splitHalo({ held, own }, size) {
 /** Return the middle [x, y] of the sign of a sum over ranks, `aside` px beside the middle of their cells: on no name.
  * @type {(cells: Rectangle[], ranks: number[], aside: number) => Pair} */
 export function placeSumSign(cells, ranks, aside) {
-  const [middle, y] = findMiddle(cells, ranks), x = middle + aside;
+  const [middle, y] = findMiddle(ranks.map((rank) => findCentre(cells[rank]))), x = middle + aside;
+  const sign = growRectangle([y, x, y, x], SIGN_PX);
   const named = cells.find((cell) => {
-    const [left, top, width] = cell, head = getCellHead(cell);
-    return head && x + SIGN_PX > left && x - SIGN_PX < left + width && y + SIGN_PX > top && y - SIGN_PX < top + head;
+    const [top, left, , right] = cell;
+    return countPixels(intersectRectangles([top, left, top + getCellHead(cell), right], sign));
   });
   if (!named) return [x, y];
-  const above = named[1] - SIGN_PX - 1;
-  return [x, above < SIGN_PX ? named[1] + CELL_HEAD + SIGN_PX + 1 : above];
-}
-
-/** Return the middle [x, y] of the cells of some ranks.
- * @type {(cells: Rectangle[], ranks: number[]) => Pair} */
-export function findMiddle(cells, ranks) {
-  let [x, y] = [0, 0];
-  for (const rank of ranks) {
-    const [left, top, width, height] = cells[rank];
-    x += (left + width / 2) / ranks.length;
-    y += (top + height / 2) / ranks.length;
-  }
-  return [x, y];
+  const above = named[0] - SIGN_PX - 1;
+  return [x, above < SIGN_PX ? named[0] + CELL_HEAD + SIGN_PX + 1 : above];
 }

@@ -1,6 +1,7 @@
 // How strips travel from rank to rank: a progress from 0 to 1 becomes places, and nothing here draws.
 
 import { clamp } from "../shared/numbers.js";
+import { centreRectangle, findCentre, measureRectangle } from "../shared/rectangles.js";
 
 /** Return a progress that starts and ends slowly.
  * @type {(progress: number) => number} */
@@ -32,28 +33,16 @@ export function bendBetween(from, to, travel) {
   const start = findCentre(from), end = findCentre(to);
   const way = [end[0] - start[0], end[1] - start[1]], long = Math.max(1, Math.hypot(...way));
   const bow = (clamp(0.18 * long, 7, 30) / long) * Math.sin(Math.PI * travel);
-  const [wide, high] = [2, 3].map((side) => from[side] + (to[side] - from[side]) * travel);
-  const middle = [start[0] + way[0] * travel - way[1] * bow, start[1] + way[1] * travel + way[0] * bow];
-  return [middle[0] - wide / 2, middle[1] - high / 2, wide, high];
-}
-
-/** Return a rectangle grown by `px` on all sides.
- * @type {(rectangle: Rectangle, px: number) => Rectangle} */
-export function growRectangle([left, top, width, height], px) {
-  return [left - px, top - px, width + 2 * px, height + 2 * px];
+  const extent = measureRectangle(from), last = measureRectangle(to);
+  return centreRectangle([start[0] + way[0] * travel - way[1] * bow, start[1] + way[1] * travel + way[0] * bow],
+    extent.map((side, axis) => side + (last[axis] - side) * travel));
 }
 
 /** Return a strip as it is drawn at a `lift` of 0 to 1: off the ground even a strip of one pixel is 10 px thick.
  * @type {(rectangle: Rectangle, lift: number) => Rectangle} */
-export function liftRectangle([left, top, width, height], lift) {
-  const [wide, high] = [width, height].map((side) => side + lift * (3 + Math.max(0, 10 - side)));
-  return [left - (wide - width) / 2, top - (high - height) / 2, wide, high];
-}
-
-/** Return the centre [x, y] of a rectangle.
- * @type {(rectangle: Rectangle) => Pair} */
-export function findCentre([left, top, width, height]) {
-  return [left + width / 2, top + height / 2];
+export function liftRectangle(rectangle, lift) {
+  const extent = measureRectangle(rectangle).map((side) => side + lift * (3 + Math.max(0, 10 - side)));
+  return centreRectangle(findCentre(rectangle), extent);
 }
 
 /** Return where the term of a sum is, 0 on its rank to 1 at the sum sign, and whether it is the `total` coming back.

@@ -1,9 +1,8 @@
 // Paints what moves between the ranks of a frame: strips of messages, and the terms of sums.
 import { DARK, FONT, WHITE, strokeCasedRectangle, writeCased } from "../shared/canvas.js";
+import { findCentre, growRectangle, toBox } from "../shared/rectangles.js";
 import { SIGN_PX, locateMessage, placeSumSign } from "./exchange_layout.js";
-import {
-  bendBetween, computeFlight, computeTerm, findCentre, growRectangle, liftRectangle,
-} from "./exchange_motion.js";
+import { bendBetween, computeFlight, computeTerm, liftRectangle } from "./exchange_motion.js";
 import { RankPainter, colourValues } from "./rank_paint.js";
 import { readValues } from "./step_frames.js";
 
@@ -64,7 +63,7 @@ export class ExchangePainter extends RankPainter {
    * @type {(message: StepMessage, strip: StripPictures, flight: Flight) => void} */
   paintTarget(message, strip, flight) {
     if (flight.landed) return;
-    const { context, look } = this, place = this.locateEnds(message)[1];
+    const { context, look } = this, place = toBox(this.locateEnds(message)[1]);
     if (strip.before) context.drawImage(strip.before, ...place);
     else {
       context.fillStyle = look.panel;
@@ -84,7 +83,7 @@ export class ExchangePainter extends RankPainter {
     context.strokeStyle = focused ? FOCUS : look.ink;
     context.lineWidth = focused ? 2 : 1;
     context.setLineDash([3, 3]);
-    context.strokeRect(...growRectangle(from, 0.5));
+    context.strokeRect(...toBox(growRectangle(from, 0.5)));
     context.setLineDash([]);
     context.beginPath();
     for (let part = 0; part <= 16; part++) context.lineTo(...findCentre(bendBetween(from, to, part / 16)));
@@ -102,7 +101,7 @@ export class ExchangePainter extends RankPainter {
     context.globalAlpha = 1;
     if (focused && flight.landed) {
       context.lineWidth = 2.5;
-      context.strokeRect(...to);
+      context.strokeRect(...toBox(to));
     }
   }
 
@@ -114,7 +113,7 @@ export class ExchangePainter extends RankPainter {
         context.globalAlpha = 0.8 * flight.glow;
         context.strokeStyle = focused ? FOCUS : look.brand;
         context.lineWidth = 4;
-        context.strokeRect(...growRectangle(to, 1 + 5 * flight.glow));
+        context.strokeRect(...toBox(growRectangle(to, 1 + 5 * flight.glow)));
         if (strip.before) writeCased(context, "+", findCentre(to), `700 16px ${FONT}`);
         context.globalAlpha = 1;
       }
@@ -123,12 +122,12 @@ export class ExchangePainter extends RankPainter {
     // At rest a strip is a part of its owner's picture, but a gradient that will be added is in no picture.
     if (!flight.lift && !flight.travel && !strip.before) return;
     const place = liftRectangle(bendBetween(from, to, flight.travel), flight.lift);
-    const [left, top, width, height] = place, depth = 5 * flight.lift;
+    const [left, top, width, height] = toBox(place), depth = 5 * flight.lift;
     context.fillStyle = "rgb(0 0 0 / 30%)";  // a plain shadow: a blurred one takes a frame's whole time
     context.fillRect(left + depth, top + depth, width, height);
     context.fillStyle = look.panel;
-    context.fillRect(...place);
-    if (strip.arrived) context.drawImage(strip.arrived, ...place);
+    context.fillRect(left, top, width, height);
+    if (strip.arrived) context.drawImage(strip.arrived, left, top, width, height);
     strokeCasedRectangle(context, place, focused ? FOCUS : DARK, focused ? 2.2 : 1.2);
     if (strip.before) writeCased(context, "+", findCentre(place), `700 13px ${FONT}`);
   }

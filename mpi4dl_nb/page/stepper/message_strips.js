@@ -89,7 +89,7 @@ export class MessageStrips {
     if (!terms.length) return [told, makeElement("p", { class: "mpi4dl-faint", text: "Its values are not kept here." })];
     /** @type {["before" | "after", string][]} */
     const sides = [["before", "the rank's own"], ["after", "the sum"]];
-    const numbers = Math.min(count, Math.max(...terms.flatMap((term) => sides.map(([side]) => term[side]?.[2] ?? 0))));
+    const numbers = Math.min(count, Math.max(...terms.flatMap((term) => sides.map(([side]) => readValues(frame, term[side])?.wide ?? 0))));
     const heads = sides.map(([side, meaning]) =>
       makeElement("th", { scope: "colgroup", colspan: numbers, text: `${side}: ${meaning}` }));
     const rows = terms.slice(0, MOST_TERMS).map((term) => makeElement("tr", {},
@@ -102,7 +102,7 @@ export class MessageStrips {
       makeElement("thead", {}, makeElement("tr", {}, makeElement("td", {}), ...heads)), makeElement("tbody", {}, ...rows))];
   }
 
-  /** @type {(frame: StepFrame, place: ValuesPlace | null, count: number) => string[]} */
+  /** @type {(frame: StepFrame, place: ValuesPlace, count: number) => string[]} */
   listNumbers(frame, place, count) {
     const values = readValues(frame, place)?.numbers;
     return Array.from({ length: count }, (_, at) => (values ? formatNumber(values[at]) : "–"));

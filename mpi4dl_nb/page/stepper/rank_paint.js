@@ -1,5 +1,6 @@
 // Paints each rank of a frame in its cell: its values as colours, what it borrows striped, and padding dotted.
 import { FONT, getContext, makeOffscreen, strokeCasedRectangle } from "../shared/canvas.js";
+import { findCentre, measureRectangle, toBox } from "../shared/rectangles.js";
 import { getCellHead, locateTile, splitHalo } from "./exchange_layout.js";
 import { LIGHT_LOOK } from "./step_caption.js";
 import { NO_FRAME, getDuration, readValues } from "./step_frames.js";
@@ -23,11 +24,11 @@ export function colourValues({ numbers, high, wide }, [low, most], palette) {
 /** Paints ranks. `setup` is the kernel's description of the step, `palettes` the colours of values and gradients. */
 export class RankPainter {
   /** @param {StepSetup} setup
-   * @param {Uint8Array<ArrayBuffer>} palettes
+   * @param {Uint8Array<ArrayBuffer>[]} palettes
    * @param {HTMLCanvasElement} canvas */
   constructor(setup, palettes, canvas) {
     this.setup = setup;
-    this.palettes = [palettes.slice(0, 1024), palettes.slice(1024, 2048)];
+    this.palettes = palettes;
     this.context = getContext(canvas);
     this.look = LIGHT_LOOK;
     /** @type {StepLayout} */
@@ -65,8 +66,8 @@ export class RankPainter {
   }
 
   /** @type {(box: Rectangle, words: StepBox) => void} */
-  paintBox([left, top, width, height], { title }) {
-    const { context, look } = this;
+  paintBox(box, { title }) {
+    const { context, look } = this, [left, top, width, height] = toBox(box);
     context.fillStyle = look.panel;
     context.beginPath();
     context.roundRect(left - 6, top - 2, width + 12, height + 6, 6);
@@ -80,73 +81,72 @@ export class RankPainter {
 
   /** @type {(cell: Rectangle, rank: number, progress: number) => void} */
   paintCell(cell, rank, progress) {
-    const { context, look } = this, [left, top, width, height] = cell, state = this.frame.meta.ranks[rank];
-    const place = this.placed[rank];
+    const { context, look } = this, state = this.frame.meta.ranks[rank], place = this.placed[rank];
     if (!place) {
+      const [left, top, width, height] = toBox(cell), head = getCellHead(cell);
       context.strokeStyle = look.faint;
       context.lineWidth = 1;
       context.setLineDash([4, 4]);
-      context.strokeRect(left + 4.5, top + getCellHead(cell) + 2.5, width - 9, height - getCellHead(cell) - 9);
+      context.strokeRect(left + 4.5, top + head + 2.5, width - 9, height - head - 9);
       context.setLineDash([]);
       const busy = this.frame.meta.messages.some((each) => each.source === rank || each.target === rank);
       const why = busy ? "" : this.frame.meta.empty[rank] ?? "";  // a message is drawn in its place
-      this.writeInside(why, [left + 10, top + getCellHead(cell), width - 20, height - 22]);
+      this.writeInside(why, [top + head, left + 10, top + head + height - 22, left + width - 10]);
       return;
     }
-    const { rectangle: [x, y, wide, high], panel } = place, image = this.images.get(rank);
+    const image = this.images.get(rank);
     const old = this.before?.placed[rank], faded = Math.min(1, (progress * getDuration(this.frame.meta)) / FADE_MS);
     context.imageSmoothingEnabled = false;
     const oldImage = this.before?.images.get(rank);
-    if (old && oldImage && faded < 1) context.drawImage(oldImage, ...old.rectangle);
+    if (old && oldImage && faded < 1) context.drawImage(oldImage, ...toBox(old.rectangle));
     context.globalAlpha = old ? faded : 1;
-    if (image) context.drawImage(image, x, y, wide, high);
+    if (image) context.drawImage(image, ...toBox(place.rectangle));
     context.globalAlpha = 1;
-    const own = locateTile(place, panel.own);
     this.markHalo(place);
     context.strokeStyle = look.ink;
     context.lineWidth = state.moved ? 2 : 1;
-    context.strokeRect(...own);
+    context.strokeRect(...toBox(locateTile(place, place.panel.own)));
   }
 
   /** Mark what a rank holds beside its own pixels: stripes on what it borrows, dots on grey beyond the image.
    * @type {(place: PanelPlace) => void} */
   markHalo(place) {
     const { context, look } = this, { borrowed, padding } = splitHalo(place.panel, place.group.size);
-    /** @type {(tile: Rectangle, ground: string, draw: (...box: Rectangle) => void) => void} */
+    /** @type {(tile: Rectangle, ground: string, draw: (sides: Rectangle) => void) => void} */
     const mark = (tile, ground, draw) => {
-      const [left, top, width, height] = locateTile(place, tile);
+      const sides = locateTile(place, tile);
       context.save();
       context.beginPath();
-      context.rect(left, top, width, height);
+      context.rect(...toBox(sides));
       context.clip();
       context.fillStyle = ground;
-      context.fillRect(left, top, width, height);
-      draw(left, top, width, height);
+      context.fillRect(...toBox(sides));
+      draw(sides);
       context.restore();
     };
-    for (const tile of borrowed) mark(tile, look.tint, (...box) => this.drawStripes(...box));
-    for (const tile of padding) mark(tile, look.padding, (...box) => this.drawDots(...box));
+    for (const tile of borrowed) mark(tile, look.tint, (sides) => this.drawStripes(sides));
+    for (const tile of padding) mark(tile, look.padding, (sides) => this.drawDots(sides));
   }
 
-  /** @type {(left: number, top: number, width: number, height: number) => void} */
-  drawStripes(left, top, width, height) {
+  /** @type {(sides: Rectangle) => void} */
+  drawStripes([top, left, bottom, right]) {
     const { context, look } = this;
     context.strokeStyle = look.hatch;
     context.lineWidth = 1;
     context.beginPath();
-    for (let at = Math.floor((left + top) / 7) * 7; at < left + width + top + height; at += 7) {
+    for (let at = Math.floor((left + top) / 7) * 7; at < right + bottom; at += 7) {
       context.moveTo(at - top, top);
-      context.lineTo(at - top - height, top + height);
+      context.lineTo(at - bottom, bottom);
     }
     context.stroke();
   }
 
-  /** @type {(left: number, top: number, width: number, height: number) => void} */
-  drawDots(left, top, width, height) {
+  /** @type {(sides: Rectangle) => void} */
+  drawDots([top, left, bottom, right]) {
     const { context, look } = this;
     context.fillStyle = look.hatch;
-    for (let y = Math.ceil(top / 5) * 5; y < top + height; y += 5) {
-      for (let x = Math.ceil(left / 5) * 5; x < left + width; x += 5) context.fillRect(x, y, 1.5, 1.5);
+    for (let y = Math.ceil(top / 5) * 5; y < bottom; y += 5) {
+      for (let x = Math.ceil(left / 5) * 5; x < right; x += 5) context.fillRect(x, y, 1.5, 1.5);
     }
   }
 
@@ -158,17 +158,17 @@ export class RankPainter {
   }
 
   /** @type {(cell: Rectangle, rank: number, state: RankState) => void} */
-  paintHead([left, top, width], rank, state) {
+  paintHead([top, left, , right], rank, state) {
     const { context, look } = this;
     context.textBaseline = "middle";
     context.textAlign = "left";
     context.font = `${state.moved ? 700 : 400} 12px ${FONT}`;
-    const name = `${state.moved ? "▶ " : ""}${width > 90 ? "rank " : ""}${rank}`;
+    const name = `${state.moved ? "▶ " : ""}${right - left > 90 ? "rank " : ""}${rank}`;
     const font = context.font, start = left + 10 + context.measureText(name).width;
     context.font = `12px ${FONT}`;
     const short = `${state.work} ${state.kind}`.trim(), long = state.phase ? `${short}, ${state.phase}` : short;
     const words = [long, short, state.work, ""].find(
-      (each) => context.measureText(each).width < left + width - start - 2) ?? "";
+      (each) => context.measureText(each).width < right - start - 2) ?? "";
     context.globalAlpha = 0.85;
     context.fillStyle = look.panel;
     context.fillRect(left + 1, top + 2, start + context.measureText(words).width + 3 - left, 15);
@@ -181,8 +181,8 @@ export class RankPainter {
   }
 
   /** @type {(text: string, room: Rectangle) => void} */
-  writeInside(text, [left, top, width, height]) {
-    const { context, look } = this;
+  writeInside(text, room) {
+    const { context, look } = this, [x, y] = findCentre(room), [height, width] = measureRectangle(room);
     context.font = `12px ${FONT}`;
     context.fillStyle = look.faint;
     context.textAlign = "center";
@@ -195,7 +195,7 @@ export class RankPainter {
     }
     if (lines.length * 16 > height) return;
     lines.forEach((line, at) =>
-      context.fillText(line, left + width / 2, top + height / 2 + 4 + 16 * (at - (lines.length - 1) / 2)));
+      context.fillText(line, x, y + 4 + 16 * (at - (lines.length - 1) / 2)));
   }
 
   /** @type {(pixel: StepPixel) => void} */

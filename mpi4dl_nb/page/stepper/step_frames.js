@@ -1,6 +1,6 @@
 // The frames of a debugged step on the page: what the kernel has sent, oldest first.
 
-import { readFloats } from "../shared/numbers.js";
+import { unpackTables } from "../shared/tables.js";
 
 /** What is shown before the first frame.
  * @type {StepFrame} */
@@ -8,10 +8,10 @@ export const NO_FRAME = {
   meta: {
     step: "", number: -1, title: "", merged: "", done: false, total: 0, ranks: [], groups: [], empty: {}, messages: [], sums: [],
   },
-  values: new Float32Array(),
+  values: [],
 };
 
-/** The frames of one step, each `{ meta, values }` with values as one Float32Array; a new step forgets the old one. */
+/** The frames of one step, each `{ meta, values }`; a new step forgets the old one. */
 export class FrameStore {
   constructor() {
     /** @type {StepFrame[]} */
@@ -25,7 +25,7 @@ export class FrameStore {
     if (this.frames.length && this.frames[0].meta.step !== meta.step) this.frames = [];
     const gone = new Set(meta.dropped ?? []);
     this.frames = this.frames.filter((each) => !gone.has(each.meta.number) && each.meta.number !== meta.number);
-    this.frames.push({ meta, values: readFloats(buffer) });
+    this.frames.push({ meta, values: unpackTables(buffer) });
     this.frames.sort((one, other) => one.meta.number - other.meta.number);
     this.note = meta.note ?? this.note;
     return this.frames.findIndex((each) => each.meta.number === meta.number);
@@ -38,11 +38,9 @@ export class FrameStore {
 }
 
 /** Return values of a frame as `{ numbers, high, wide }`; null where `place` is null.
- * @type {(frame: StepFrame, place: ValuesPlace | null) => FrameValues | null} */
+ * @type {(frame: StepFrame, place: ValuesPlace) => FrameValues | null} */
 export function readValues(frame, place) {
-  if (!place) return null;
-  const [start, high, wide] = place;
-  return { numbers: frame.values.subarray(start, start + high * wide), high, wide };
+  return place === null ? null : frame.values[place];
 }
 
 /** Kinds of instructions in the order in which one stands for a frame in which ranks did several. */

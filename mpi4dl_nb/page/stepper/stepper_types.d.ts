@@ -1,8 +1,8 @@
 // Types of a debugged step: what the kernel tells (mpi4dl_nb/draw/step_frame.py, mpi4dl_nb/widgets/stepper.py), and where
 // it is drawn.
 
-/** Where values of a frame are among its numbers: [first number, height, width]. */
-type ValuesPlace = [number, number, number];
+/** Which of the values of a frame something has; null if they are not kept. */
+type ValuesPlace = number | null;
 
 /** What is known of a step before it runs. */
 interface StepSetup {
@@ -70,7 +70,7 @@ interface RankPanel {
   own: Rectangle;
   square: boolean;
   blockPx: Pair;
-  values: ValuesPlace | null;
+  values: ValuesPlace;
 }
 
 interface StepMessage {
@@ -80,9 +80,9 @@ interface StepMessage {
   back: boolean;
   words: string[];
   names: string[];
-  before: ValuesPlace | null;
-  arrived: ValuesPlace | null;
-  after: ValuesPlace | null;
+  before: ValuesPlace;
+  arrived: ValuesPlace;
+  after: ValuesPlace;
 }
 
 interface StepSum {
@@ -96,8 +96,8 @@ interface StepSum {
 
 interface SumTerm {
   rank: number;
-  before: ValuesPlace | null;
-  after: ValuesPlace | null;
+  before: ValuesPlace;
+  after: ValuesPlace;
 }
 
 /** What makes the ranks go on: a key, the name of its button, and what it does. */
@@ -125,7 +125,7 @@ interface StepperContent {
 
 interface StepFrame {
   meta: FrameMeta;
-  values: Float32Array;
+  values: FrameValues[];
 }
 
 interface FrameValues {
@@ -143,22 +143,21 @@ interface StripCells {
   rows: number[][];
 }
 
-/** Where the boxes of stages and the cells of ranks are, as [left, top, width, height]. */
+/** Where the boxes of stages and the cells of ranks are. */
 interface StepLayout {
   high: number;
   boxes: Rectangle[];
   cells: Rectangle[];
 }
 
-/** Where what a rank holds is drawn, at `scale` px for a pixel. */
+/** Where what a rank holds is drawn, at `scale` px for a pixel, down and across. */
 interface TilePlace {
-  rectangle: Pair | Rectangle;
+  rectangle: Rectangle;
   scale: Pair;
   panel: Pick<RankPanel, "held">;
 }
 
 interface PanelPlace extends TilePlace {
-  rectangle: Rectangle;
   group: PanelGroup;
   panel: RankPanel;
 }

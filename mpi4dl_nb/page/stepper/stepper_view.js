@@ -7,8 +7,9 @@ import {
 import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
-import { clamp, copyBytes } from "../shared/numbers.js";
-import { isInside } from "../shared/rectangles.js";
+import { clamp } from "../shared/numbers.js";
+import { findCentre, isInside } from "../shared/rectangles.js";
+import { unpackTables } from "../shared/tables.js";
 import { LIGHT_LOOK, makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
 import { FrameStore, getDuration } from "./step_frames.js";
@@ -37,7 +38,7 @@ class StepperView {
       tell: () => this.request(),
     });
     const canvas = makeElement("canvas", { "aria-hidden": "true" });
-    this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))), canvas);
+    this.painter = new ExchangePainter(this.setup, unpackTables(model.get("palettes")), canvas);
     this.actions = makeKeyActions(this.player, model, (by) => this.turn(by));
     const runs = model.get("runs");
     this.controls = new StepControls(this.player, runs, (key) => this.actions[key]());
@@ -191,7 +192,7 @@ class StepperView {
     this.stageWide = (isFlat ? wide : wide - STRIPS_PX) - 2;
     const strips = isFlat ? 0 : Math.max(this.layout.high + 2, Math.min(STRIPS_HIGH_PX, room));
     this.strips.fit(strips, isFlat ? wide < BESIDE_PX : strips < STRIPS_HIGH_PX);
-    for (const each of [...this.layout.boxes, ...this.layout.cells]) each[0] += 12;
+    for (const sides of [...this.layout.boxes, ...this.layout.cells]) [sides[1], sides[3]] = [sides[1] + 12, sides[3] + 12];
     this.placed = placePanels(this.frame.meta, this.layout.cells);
   }
 
@@ -277,8 +278,7 @@ class StepperView {
     const place = moved && this.placed[moved.rank];
     if (!place) return;
     const { row, col } = moved;
-    const [left, top, width, height] = locateTile(place, [row, col, row + 1, col + 1]);
-    this.point(moved, left + width / 2, top + height / 2, true);
+    this.point(moved, ...findCentre(locateTile(place, [row, col, row + 1, col + 1])), true);
   }
 
   /** Show the value of a pixel beside (x, y), or nothing; `speaks` if it is read by keyboard.

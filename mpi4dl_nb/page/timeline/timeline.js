@@ -3,8 +3,8 @@
 import { fitCanvas, getContext } from "../shared/canvas.js";
 import { Tooltip, makeElement, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit } from "../shared/elements.js";
 import { Textures } from "../shared/textures.js";
-import { unpackEvents } from "./timeline_data.js";
 import { formatDuration } from "../shared/format.js";
+import { unpackTables } from "../shared/tables.js";
 import { boundHeight, followModel, makeFrameLoop, makeRender, watchSize, watchTheme } from "../shared/view_life.js";
 import { Strips } from "./strips.js";
 import { drawTimeline } from "./timeline_draw.js";
@@ -65,7 +65,7 @@ class TimelinePage {
    * @returns {DrawnScene} */
   makeScene() {
     const { model, theme } = this, words = model.get("words");
-    const scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
+    const scene = new TimelineScene(unpackTables(model.get("columns")), words);
     const textures = new Textures(words.looks), strips = new Strips();
     return Object.assign(scene, { textures, strips, theme, pixelRatio: 1, fills: /** @type {LookFills} */ ([[], []]) });
   }

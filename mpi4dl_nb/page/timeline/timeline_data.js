@@ -1,19 +1,6 @@
 // The events of a step as columns of numbers, and the bars that are drawn of them: one list per row and lane.
 
-import { copyBytes, readIntegers } from "../shared/numbers.js";
-
 const LANES = ["work", "messages", "predicted"];
-
-/** Return the columns of all events, from the kernel's bytes (DataViews); `words` has the names that codes refer to.
- * @type {(words: Pick<TimelineWords, "counts">, times: Bytes, codes: Bytes) => TimelineEvents} */
-export function unpackEvents(words, times, codes) {
-  const count = words.counts.reduce((sum, each) => sum + each, 0);
-  const all = new Float64Array(copyBytes(times)), places = readIntegers(codes);
-  const [start, end, wait, bytes] = [0, 1, 2, 3].map((at) => all.subarray(at * count, (at + 1) * count));
-  const [row, look, name, kind, phase, microBatch, place] = [0, 1, 2, 3, 4, 5, 6].map(
-    (at) => places.subarray(at * count, (at + 1) * count));
-  return { count, measured: words.counts[0], start, end, wait, bytes, row, look, name, kind, phase, microBatch, place };
-}
 
 /** Return the bars of each row: for each lane the starts, ends, looks and events of its bars, ordered by start.
  * @type {(events: TimelineEvents, words: Pick<TimelineWords, "rows" | "work" | "wait">) => Lane[][]} */

@@ -10,10 +10,10 @@ const REACH_PX = 3; // how near to a thin bar a pointer has to be
 
 /** The state of a timeline. Events are meant by their index in the columns, -1 for none. */
 export class TimelineScene {
-  /** @param {TimelineEvents} events
+  /** @param {EventColumns} columns
    * @param {TimelineWords} words */
-  constructor(events, words) {
-    this.events = events;
+  constructor(columns, words) {
+    const events = this.events = { ...columns, count: columns.start.length, measured: words.counts[0] };
     this.words = words;
     this.selected = this.hovered = this.rank = this.cursor = -1;
     this.scroll = 0;

@@ -20,17 +20,14 @@ interface TimelineWords {
 
 interface TimelineValues extends PageValues {
   words: TimelineWords;
-  times: Bytes;
-  codes: Bytes;
+  columns: Bytes;
   serial: number;
   selected: number;
   rank: number;
 }
 
 /** The events of a step, column by column: the measured ones first. Times are in seconds of the step. */
-interface TimelineEvents {
-  count: number;
-  measured: number;
+interface EventColumns {
   start: Float64Array;
   end: Float64Array;
   wait: Float64Array;
@@ -42,6 +39,11 @@ interface TimelineEvents {
   phase: Int32Array;
   microBatch: Int32Array;
   place: Int32Array;
+}
+
+interface TimelineEvents extends EventColumns {
+  count: number;
+  measured: number;
 }
 
 /** Spans in order of their starts; `latest` is the latest end so far. */

@@ -75,30 +75,30 @@ class TuningPage {
 
   /** @type {(words: TuningWords, layout: TuningLayout) => Element[]} */
   drawAxes({ rank_bytes: limit }, { inner, across, down, place }) {
-    const bottom = inner.top + inner.height;
+    const [top, left, bottom, right] = inner;
     /** @type {Element[]} */
     const parts = [];
     /** @type {(words: string, x: number, y: number, anchor: string, more?: Attributes) => Element} */
     const text = (words, x, y, anchor, more = {}) => makeSvg("text", { x, y, "text-anchor": anchor, ...more }, words);
-    for (const [bytes, label] of makeByteTicks(across, inner.width / 90)) {
+    for (const [bytes, label] of makeByteTicks(across, (right - left) / 90)) {
       const [x] = place(down.low, bytes);
-      parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${x} ${inner.top}V${bottom}` }),
+      parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${x} ${top}V${bottom}` }),
         text(label, x, bottom + 17, "middle"));
     }
-    for (const seconds of makeAxisTicks(down, 1e-3, inner.height / 44)) {
+    for (const seconds of makeAxisTicks(down, 1e-3, (bottom - top) / 44)) {
       const [, y] = place(seconds, across.low);
-      parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${inner.left} ${y}h${inner.width}` }),
-        text(shortenZeros(formatDuration(seconds)), inner.left - 8, y + 4, "end"));
+      parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${left} ${y}H${right}` }),
+        text(shortenZeros(formatDuration(seconds)), left - 8, y + 4, "end"));
     }
-    parts.push(text("memory of the fullest rank", inner.left + inner.width / 2, bottom + 38, "middle"),
+    parts.push(text("memory of the fullest rank", (left + right) / 2, bottom + 38, "middle"),
       text("time for an image: lower is faster", 6, 14, "start"));
     const isExceeded = limit !== null && this.points.some((each) => each.bytes > limit);
     if (limit && limit <= across.high) {
-      const [x] = place(down.low, limit), right = inner.left + inner.width;
-      const inside = right - x > 150, beyond = { x, y: inner.top, width: right - x, height: inner.height };
+      const [x] = place(down.low, limit);
+      const inside = right - x > 150, beyond = { x, y: top, width: right - x, height: bottom - top };
       parts.push(makeSvg("rect", { class: "mpi4dl-tuning-beyond", ...beyond }),
-        makeSvg("path", { class: `mpi4dl-tuning-limit${isExceeded ? " exceeded" : ""}`, d: `M${x} ${inner.top}V${bottom}` }),
-        text(`a rank may hold ${formatBytes(limit)}`, inside ? x + 6 : x - 6, inner.top + 14, inside ? "start" : "end",
+        makeSvg("path", { class: `mpi4dl-tuning-limit${isExceeded ? " exceeded" : ""}`, d: `M${x} ${top}V${bottom}` }),
+        text(`a rank may hold ${formatBytes(limit)}`, inside ? x + 6 : x - 6, top + 14, inside ? "start" : "end",
           { class: `mpi4dl-tuning-limit-text${isExceeded ? " exceeded" : ""}` }));
     }
     return parts;

@@ -2,6 +2,7 @@
 
 import { chooseByteUnit } from "../shared/format.js";
 import { clamp } from "../shared/numbers.js";
+import { measureRectangle } from "../shared/rectangles.js";
 
 /** Return the part of an axis that shows all `values`: [least, most], by factors if they differ much.
  * @type {(values: number[], most?: number) => Axis} */
@@ -47,7 +48,8 @@ export function makeByteTicks(axis, most) {
 /** Return the layout of a chart of points on `width` x `height` px: both axes, and each point's places in px.
  * @type {(points: TuningPoint[], rankBytes: number | null, width: number, height: number) => TuningLayout} */
 export function layOutPoints(points, rankBytes, width, height) {
-  const inner = { left: 74, top: 26, width: width - 74 - 18, height: height - 26 - 48 };
+  /** @type {Rectangle} */
+  const inner = [26, 74, height - 48, width - 18], [high, wide] = measureRectangle(inner);
   /** @type {(key: "image_s" | "bytes") => number[]} */
   const all = (key) => points.flatMap((each) => [each[key], each[`measured_${key}`] ?? 0]).filter((each) => each > 0);
   // Plans that need many times what fits are shown at the edge: else all others would share a corner.
@@ -59,8 +61,8 @@ export function layOutPoints(points, rankBytes, width, height) {
   const down = fitAxis(all("image_s").filter((each) => each <= slowest));
   /** @type {(seconds: number, bytes: number) => Pair} */
   const place = (seconds, bytes) => [
-    inner.left + clamp(placeOnAxis(across, bytes), 0, 1) * inner.width,
-    inner.top + (1 - clamp(placeOnAxis(down, seconds), 0, 1)) * inner.height,
+    inner[1] + clamp(placeOnAxis(across, bytes), 0, 1) * wide,
+    inner[0] + (1 - clamp(placeOnAxis(down, seconds), 0, 1)) * high,
   ];
   const places = points.map((each) => ({
     predicted: place(each.image_s, each.bytes),

@@ -55,7 +55,7 @@ interface PointPlace {
 }
 
 interface TuningLayout {
-  inner: { left: number; top: number; width: number; height: number };
+  inner: Rectangle;
   across: Axis;
   down: Axis;
   places: PointPlace[];
