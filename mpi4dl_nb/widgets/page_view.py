@@ -40,7 +40,7 @@ class PageView(anywidget.AnyWidget):
 
     A page is not trusted: it contains the scripts of every notebook that is open in it, and a saved one may have been
     changed. What is refused changes nothing: the page gets the kernel's own value again, and for a request a message
-    `{"refused": ...}`.
+    `{"refused": ...}`. A message with a number `asked` is answered by `{"answered": asked}` once all is done.
     """
 
     _rules = PageRules()
@@ -80,15 +80,19 @@ class PageView(anywidget.AnyWidget):
         return True
 
     def _handle_event(self, _view: Any, content: Any, _buffers: Any) -> None:
-        asked = content.items() if isinstance(content, Mapping) else ()
-        for name, value in asked:
-            if name not in self.rules.requests:
-                continue
-            request = self.rules.requests[name]
-            if request.accepts(value):
-                request.answer(value)
-            else:
-                self.send({"refused": f"The page has asked for {name} that this view does not have."})
+        message = content if isinstance(content, Mapping) else {}
+        try:
+            for name, value in message.items():
+                if name not in self.rules.requests:
+                    continue
+                request = self.rules.requests[name]
+                if request.accepts(value):
+                    request.answer(value)
+                else:
+                    self.send({"refused": f"The page has asked for {name} that this view does not have."})
+        finally:  # the page waits for it, also after an interrupt, and where nothing has changed
+            if isinstance(asked := message.get("asked"), int | float):
+                self.send({"answered": asked})
 
 
 MIN_HEIGHT_PX = 200

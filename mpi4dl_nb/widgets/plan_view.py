@@ -145,7 +145,6 @@ class PlanView(BoundedView):
     gauges = traitlets.Dict().tag(sync=True)
     status = traitlets.Dict().tag(sync=True)
     start = traitlets.Dict().tag(sync=True)
-    serial = traitlets.Int(0).tag(sync=True)
 
     def __init__(
         self, machines: Sequence[str], on_set: Callable[[Mapping[str, Any]], None], on_start: Callable[[], None]
@@ -176,10 +175,3 @@ class PlanView(BoundedView):
             self._on_set(texts)
         except Mpi4dlError as error:
             self.errors = {"": str(error)}
-
-    def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
-        try:
-            super()._handle_event(view, content, buffers)
-        finally:  # also after an interrupt: until the page has this number, all its controls wait
-            if isinstance(content, Mapping) and type(serial := content.get("serial")) is int:
-                self.serial = serial

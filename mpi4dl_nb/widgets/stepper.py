@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -124,13 +124,6 @@ class StepScene(BoundedView):
         asked = make_key(True)
         answers: dict[str, dict[str, Answer]] = {"history": {asked: history}, "rest": {asked: ({}, ())}}
         return replace(saved, values=saved.values | first | {"accepts": [], "runs": [], "trouble": ""}, answers=answers)
-
-    def _handle_event(self, view: Any, content: Any, buffers: Any) -> None:
-        try:
-            super()._handle_event(view, content, buffers)
-        finally:  # the page waits for it, also after an interrupt, and where no frame has changed
-            if isinstance(content, Mapping) and (asked := content.get("asked")):
-                self.send({"answered": asked})
 
 
 class Stepper(PageWidget):

@@ -137,9 +137,10 @@ def test_the_page_sets_several_knobs_as_one_change(chosen):
 
 def test_the_page_is_answered_also_after_an_interrupt():
     view = PlanView([], Mock(side_effect=KeyboardInterrupt), Mock())
+    view.send = Mock()
     with pytest.raises(KeyboardInterrupt):
-        view._handle_event(None, {"set": {"parts": "2"}, "serial": 7}, [])
-    assert view.serial == 7  # else no control of it would send anything any more
+        view._handle_event(None, {"set": {"parts": "2"}, "asked": 7}, [])
+    view.send.assert_called_once_with({"answered": 7})  # else no control of it would send anything any more
 
 
 def test_what_does_not_fit_is_called_so():

@@ -171,11 +171,10 @@ def test_settings_that_no_plan_has_are_named_at_their_control(configurator, text
     assert not configurator.wrong
     good = dict(configurator.view.values)
     begin_s = time.perf_counter()
-    ask_from_page(configurator.view, {"set": texts, "serial": 7})
+    assert ask_from_page(configurator.view, {"set": texts, "asked": 7})[-1] == {"answered": 7}
     assert configurator.wait(20)
     assert time.perf_counter() - begin_s < 20
     assert configurator.wrong
-    assert configurator.view.serial == 7
     ask_from_page(configurator.view, {"set": {name: good[name] for name in texts} | {"grid": [1, 1]}})
     assert configurator.wait(60)
     assert configurator.plan.ranks == 1
@@ -198,12 +197,11 @@ def test_settings_that_no_plan_has_are_named_at_their_control(configurator, text
 )
 def test_what_is_no_setting_changes_nothing(configurator, texts):
     before = dict(configurator.view.values)
-    replies = ask_from_page(configurator.view, {"set": texts, "serial": 8})
+    replies = ask_from_page(configurator.view, {"set": texts, "asked": 8})
     assert "refused" in replies[0]
+    assert replies[-1] == {"answered": 8}, "until it has this number, the page waits"
     assert configurator.view.values == before
-    assert configurator.view.serial == 8, "until it has this number, the page waits"
-    ask_from_page(configurator.view, {"set": {"split_size": "1"}, "serial": "9"})
-    assert configurator.view.serial == 8
+    assert ask_from_page(configurator.view, {"set": {"split_size": "1"}, "asked": "9"}) == []
 
 
 def test_a_stepper_knows_only_its_keys():

@@ -91,8 +91,12 @@ interface PlanPageValues extends PageValues {
   gauges: Partial<PlanGaugeSet>;
   status: { words?: string };
   start: Partial<PlanStart>;
-  serial: number;
   locked?: Record<string, string>;
+}
+
+/** What the kernel sends: by its number, the message that it has taken over. */
+interface PlanContent {
+  answered?: number;
 }
 
 /** A rank's part in a stage, and the part of the image in px. */

@@ -7,41 +7,39 @@ import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
 import { PlanPicture } from "./plan_picture.js";
 
-/** Sends what controls set, one message at a time: while an answer is awaited, later values replace earlier ones.
- *
- * Every view of a model gets every answer, also those to other views: `answered` is the greatest number so far.
- */
+/** Sends what controls set, one message at a time: while an answer is awaited, later values replace earlier ones. */
 export class SettingSender {
-  /** @param {(message: { set: PlanSettings, serial: number }) => void} send */
+  /** @param {(message: { set: PlanSettings, asked: number }) => void} send */
   constructor(send) {
     this.send = send;
-    this.serial = this.answered = 0;
+    this.asked = 0; // the number of the message that is to be answered
     /** @type {PlanSettings | null} */
     this.waiting = null;
   }
 
   /** Whether the kernel has answered everything that was set. */
   get isQuiet() {
-    return this.answered >= this.serial && !this.waiting;
+    return !this.asked && !this.waiting;
   }
 
   /** @type {(values: PlanSettings) => void} */
   set(values) {
     this.waiting = { ...this.waiting, ...values };
-    if (this.answered >= this.serial) this.flush();
+    if (!this.asked) this.flush(this.waiting);
   }
 
-  /** @type {(serial: number) => void} */
-  answer(serial) {
-    this.answered = Math.max(this.answered, serial);
-    if (this.waiting && this.answered >= this.serial) this.flush();
+  /** @type {(asked: number) => void} */
+  answer(asked) {
+    if (asked !== this.asked) return; // it was asked by another view
+    this.asked = 0;
+    if (this.waiting) this.flush(this.waiting);
   }
 
-  flush() {
-    const values = this.waiting ?? {};
+  /** @type {(values: PlanSettings) => void} */
+  flush(values) {
     this.waiting = null;
-    this.serial = Math.max(this.serial, this.answered) + 1;
-    this.send({ set: values, serial: this.serial });
+    this.asked = Math.random(); // unlike that of any other message, also of other views
+    this.send({ set: values, asked: this.asked });
   }
 }
 
@@ -89,7 +87,7 @@ function showStart(parts, start) {
 }
 
 /** Show the configurator of `model` in `el`.
- * @type {(room: Room<PlanPageValues>) => void} */
+ * @type {(room: Room<PlanPageValues, PlanContent>) => void} */
 function showPlan({ model, el, signal }) {
   const parts = buildColumns(el, () => model.send({ start: true }));
   const sender = new SettingSender((content) => model.send(content));
@@ -118,14 +116,16 @@ function showPlan({ model, el, signal }) {
     status: () => { parts.doing.textContent = model.get("status").words ?? ""; },
     start: () => showStart(parts, model.get("start")),
     locked: () => controls.lock(model.get("locked") ?? {}),
-    serial: () => { sender.answer(model.get("serial")); show.values(); },
   };
   /** @type {Record<string, string[]>} */
   const follow = { errors: ["errors", "gauges"], blocks: ["shape"], shape: ["shape", "loads", "gauges"], rank_groups: ["loads"] };
   const names = [...new Set([...Object.keys(show), ...Object.keys(follow)])];
   followModel(model, Object.fromEntries(names.map((name) =>
     [`change:${name}`, () => (follow[name] ?? [name]).forEach((each) => show[each]())])), signal);
-  sender.serial = sender.answered = model.get("serial");
+  followModel(model, { "msg:custom": ({ answered }) => {
+    sender.answer(answered ?? 0);
+    show.values();
+  } }, signal);
   parts.copies.addEventListener("change", () => picture.showCopy(Number(parts.copies.value)));
   for (const each of Object.values(show)) each();
   boundHeight(parts.root, model, () => picture.layOut(), signal);

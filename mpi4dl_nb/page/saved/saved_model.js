@@ -6,13 +6,11 @@ export function unpackBytes(text) {
   return new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
 }
 
-const MARKS = ["asked", "serial"]; // of a message, by which a page knows the answer
-
 /** The model of one view, with what anywidget's models have of it: values, their observers, and messages.
  *
  * `values` are by name. `answers` holds, by the name of a message and then by the value that it asks for (as JSON, or
  * each item of a list), what the kernel would have sent: [content, buffers]. A message without a stored answer is
- * refused in the words of `reason`, unless `handlers` has a function for it: of the value, and of the whole message.
+ * refused in the words of `reason`, unless `handlers` has a function for it, of the value.
  */
 export class SavedModel {
   /** @param {SavedValues} values
@@ -65,8 +63,8 @@ export class SavedModel {
   send(message) {
     setTimeout(() => {
       for (const [name, value] of Object.entries(message)) {
-        if (name in this.handlers) this.handlers[name](value, message);
-        else if (!MARKS.includes(name)) this.answer(name, value);
+        if (name in this.handlers) this.handlers[name](value);
+        else if (name !== "asked") this.answer(name, value); // a number, by which the page knows the answer
       }
       if (message.asked) this.call("msg:custom", { answered: message.asked }, []);
     });

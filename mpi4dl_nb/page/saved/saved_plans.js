@@ -12,10 +12,7 @@ export class SavedPlans {
     this.model = model;
     this.rows = rows;
     this.at = 0;
-    model.handlers.set = (texts, { serial }) => {
-      this.set(/** @type {PlanSettings} */ (texts));
-      model.set("serial", Number(serial));
-    };
+    model.handlers.set = (texts) => this.set(/** @type {PlanSettings} */ (texts));
     this.show(0);
   }
 

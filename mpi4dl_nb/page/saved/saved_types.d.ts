@@ -55,8 +55,8 @@ interface SavedValues extends PlanPageValues {
 }
 
 /** A message to the kernel: what it asks for by name, and by which number the page knows the answer. */
-type SavedMessage = Record<string, unknown> & { asked?: number; serial?: number };
-type MessageHandler = (value: unknown, message: SavedMessage) => void;
+type SavedMessage = Record<string, unknown> & { asked?: number };
+type MessageHandler = (value: unknown) => void;
 type SavedModel = import("./saved_model.js").SavedModel;
 
 /** A module of a view, of which several stand in the script of a page as functions that return them. */
