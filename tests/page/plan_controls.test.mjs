@@ -1,13 +1,14 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { findStep, listSteps } from "../../mpi4dl_nb/page/plan/plan_controls.js";
+import { listSteps } from "../../mpi4dl_nb/page/plan/plan_controls.js";
+import { findNearest } from "../../mpi4dl_nb/page/shared/numbers.js";
 import { describeChange, scaleGauge } from "../../mpi4dl_nb/page/plan/plan_gauges.js";
 import { SettingSender } from "../../mpi4dl_nb/page/plan/plan_view.js";
 
 test("a slider stands at the nearest of its steps", () => {
-  assert.equal(findStep([64, 96, 128], 100), 1);
-  assert.equal(findStep([64, 96, 128], 9999), 2);
+  assert.equal(findNearest([64, 96, 128], 100), 1);
+  assert.equal(findNearest([64, 96, 128], 9999), 2);
   assert.deepEqual(listSteps({ low: 0, high: 3 }), [0, 1, 2, 3]);
   assert.deepEqual(listSteps({ steps: [1, 2, 4] }), [1, 2, 4]);
 });

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { formatBytes, formatDuration, formatShare } from "../../mpi4dl_nb/page/shared/format.js";
+import { makeTicks } from "../../mpi4dl_nb/page/shared/numbers.js";
 import { DRAG_PX, listenToDrag } from "../../mpi4dl_nb/page/shared/pointer_drag.js";
 import { fillStrip } from "../../mpi4dl_nb/page/timeline/strips.js";
 import { pickInk } from "../../mpi4dl_nb/page/shared/textures.js";
@@ -11,7 +12,7 @@ import { describeLeftOut, findPlace, getScrollLimit, makeTimelineLayout, revealR
 import { dragWindow, findHandle, getWindow } from "../../mpi4dl_nb/page/timeline/timeline_overview.js";
 import { TimelineScene } from "../../mpi4dl_nb/page/timeline/timeline_scene.js";
 import {
-  findBarAt, findFirst, findVisible, limitSpan, makeTicks, mergeBars, panSpan, revealSpan, zoomSpan,
+  findBarAt, findFirst, findVisible, limitSpan, mergeBars, panSpan, revealSpan, zoomSpan,
 } from "../../mpi4dl_nb/page/timeline/timeline_span.js";
 import { describeEvent, formatTick, searchEvents } from "../../mpi4dl_nb/page/timeline/timeline_text.js";
 
@@ -146,7 +147,7 @@ test("a bar is hit at its time, a thin one also beside it", () => {
 });
 
 test("ticks are round and not more than asked for", () => {
-  const { ticks, step } = makeTicks({ start: 0.0123, end: 0.0191 }, 6);
+  const { ticks, step } = makeTicks(0.0123, 0.0191, 6);
   close(step, 0.002);
   assert.deepEqual(ticks.map((tick) => formatTick(tick, step, 0.0191)), ["14 ms", "16 ms", "18 ms"]);
   assert.equal(formatTick(0.0002, 0.0002, 0.0014), "0.2 ms");

@@ -1,15 +1,8 @@
 // The controls of a plan: six in view, all others folded into groups. What a user sets is sent at once, and a control
 // that is in use is not overwritten by an older answer.
 
-import { makeElement } from "../shared/elements.js";
-
-/** Return the position on a slider of `steps` that is nearest to a value.
- * @type {(steps: number[], value: number) => number} */
-export function findStep(steps, value) {
-  let best = 0;
-  steps.forEach((step, index) => { if (Math.abs(step - value) < Math.abs(steps[best] - value)) best = index; });
-  return best;
-}
+import { makeElement, setText } from "../shared/elements.js";
+import { findNearest } from "../shared/numbers.js";
 
 /** Return the values of a slider of an option: its steps, or all whole numbers from its least to its greatest.
  * @type {(option: Pick<PlanOption, "steps" | "low" | "high">) => number[]} */
@@ -92,7 +85,7 @@ export class PlanControls {
         slider.max = String(steps.length - 1);
       }
       box.value = String(text);
-      slider.value = String(findStep(steps, number));
+      slider.value = String(findNearest(steps, number));
       slider.setAttribute("aria-valuetext", box.value);
     });
     return [slider, box];
@@ -170,8 +163,7 @@ export class PlanControls {
    * @type {(errors: Record<string, string>) => void} */
   showErrors(errors) {
     const found = Object.entries(errors);
-    const words = found.map(([, text]) => `⚠ ${text}`);
-    if (this.alert.textContent !== words.join(" ")) this.alert.textContent = words.join(" ");
+    setText(this.alert, found.map(([, text]) => `⚠ ${text}`).join(" "));
     for (const [name, { row, inputs, option }] of this.rows) {
       const covers = option.name === "grid" && ("slice_method" in errors || "num_spatial_parts" in errors);
       const wrong = name in errors || covers;

@@ -1,7 +1,7 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
 import { fitCanvas, getContext } from "../shared/canvas.js";
-import { LIGHT, makeElement, readColours } from "../shared/elements.js";
+import { LIGHT, listenToKeys, makeElement, readColours, setText } from "../shared/elements.js";
 import { makeFrameLoop, watchSize, watchTheme } from "../shared/view_life.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
@@ -63,13 +63,10 @@ export class PlanPicture {
     this.canvas.addEventListener("focus", () => {
       if (this.focused < 0) this.mean("focused", moveBlockFocus(this.scene?.boxes ?? [], -1, "Home"));
     });
-    this.canvas.addEventListener("keydown", (event) => {
-      if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-      const there = moveBlockFocus(this.scene?.boxes ?? [], this.focused, event.key);
-      if (there < 0) return;
-      event.preventDefault();
-      event.stopPropagation();
-      this.mean("focused", there);
+    listenToKeys(this.canvas, ({ key, shiftKey }) => {
+      const there = shiftKey ? -1 : moveBlockFocus(this.scene?.boxes ?? [], this.focused, key);
+      if (there >= 0) this.mean("focused", there);
+      return there >= 0;
     });
   }
 
@@ -188,7 +185,7 @@ export class PlanPicture {
     }
     const lines = describeBlock(box.block, this.stages, this.getLoad(box.block));
     this.card.replaceChildren(...lines.map((text) => makeElement("div", { text })));
-    if (this.status.textContent !== lines.join(", ")) this.status.textContent = lines.join(", ");
+    setText(this.status, lines.join(", "));
   }
 
   showLegend() {

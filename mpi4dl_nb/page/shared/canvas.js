@@ -31,19 +31,35 @@ export function fitCanvas(canvas, wide, high) {
   return context;
 }
 
-/** Stroke a rectangle on a wider white one.
- * @type {(context: Context, rectangle: Rectangle, colour?: string, wide?: number) => void} */
-export function strokeCasedRectangle(context, rectangle, colour = DARK, wide = 2) {
-  for (const [strokeStyle, lineWidth] of [[WHITE, wide + 2], [colour, wide]]) {
-    Object.assign(context, { strokeStyle, lineWidth });
-    context.strokeRect(...toBox(rectangle));
-  }
+/** Stroke a rectangle; `dash` has the lengths of dashes and of the gaps between them.
+ * @type {(context: Context, rectangle: Rectangle, colour: string, wide: number, dash?: number[]) => void} */
+export function strokeRectangle(context, rectangle, colour, wide, dash = []) {
+  context.strokeStyle = colour;
+  context.lineWidth = wide;
+  context.setLineDash(dash);
+  context.strokeRect(...toBox(rectangle));
+  context.setLineDash([]);
+}
+
+/** Stroke a rectangle on a wider one.
+ * @type {(context: Context, rectangle: Rectangle, colour?: string, wide?: number, casing?: string) => void} */
+export function strokeCasedRectangle(context, rectangle, colour = DARK, wide = 2, casing = WHITE) {
+  strokeRectangle(context, rectangle, casing, wide + 2);
+  strokeRectangle(context, rectangle, colour, wide);
+}
+
+/** Set the font and the colour of texts, and where they are: `align` is at their x and `baseline` at their y.
+ * @type {(context: Context, font: string, colour: string, align?: CanvasTextAlign, baseline?: CanvasTextBaseline) =>
+ * void} */
+export function setLetters(context, font, colour, align = "left", baseline = "middle") {
+  Object.assign(context, { font, fillStyle: colour, textAlign: align, textBaseline: baseline });
 }
 
 /** Write a text centred at (x, y), on white edges.
  * @type {(context: Context, text: string, place: Pair, font: string) => void} */
 export function writeCased(context, text, [x, y], font) {
-  Object.assign(context, { font, textAlign: "center", textBaseline: "middle", lineWidth: 4, strokeStyle: WHITE, fillStyle: DARK });
+  setLetters(context, font, DARK, "center");
+  Object.assign(context, { lineWidth: 4, strokeStyle: WHITE });
   context.strokeText(text, x, y);
   context.fillText(text, x, y);
 }

@@ -25,6 +25,22 @@ function fillElement(element, attributes, children) {
   return element;
 }
 
+/** Set the text of an element if it is another one: one that is set again is laid out and announced again.
+ * @type {(element: Element, text: string) => void} */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Call `press` with each key on an element, unless it belongs to a shortcut. If it returns true, nobody else gets it.
+ * @type {(element: GlobalEventHandlers, press: (event: KeyboardEvent) => boolean) => void} */
+export function listenToKeys(element, press) {
+  element.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !press(event)) return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+}
+
 /**
  * Return a button that calls `act`, but not while its `aria-disabled` is "true". Unlike one with `disabled`, it keeps
  * the focus then, so that the keyboard goes on from there.

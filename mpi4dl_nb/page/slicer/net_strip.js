@@ -1,7 +1,7 @@
 // A strip of the whole net, to scrub through its layers: heights are resolutions, widths are channels.
 
-import { makeElement, makeSvg } from "../shared/elements.js";
-import { clamp } from "../shared/numbers.js";
+import { listenToKeys, makeElement, makeSvg } from "../shared/elements.js";
+import { clamp, findNearest } from "../shared/numbers.js";
 import { listenToDrag } from "../shared/pointer_drag.js";
 import { watchSize } from "../shared/view_life.js";
 
@@ -36,16 +36,6 @@ function placePoints(net, bars) {
   return places;
 }
 
-/** Return the point whose mark is nearest to x.
- * @type {(places: number[], x: number) => number} */
-function findNearestPoint(places, x) {
-  let nearest = 0;
-  places.forEach((place, point) => {
-    if (Math.abs(place - x) < Math.abs(places[nearest] - x)) nearest = point;
-  });
-  return nearest;
-}
-
 /** A slider over the points of a net. `choose(point)` is called while it is dragged, and for each key. */
 export class NetStrip {
   /** @param {HTMLElement} host
@@ -72,10 +62,10 @@ export class NetStrip {
     host.append(this.box);
     watchSize(this.box, () => this.draw(), signal);
     /** @type {(event: PointerEvent) => void} */
-    const scrub = (event) => { if (this.places.length) this.select(findNearestPoint(this.places, event.offsetX)); };
+    const scrub = (event) => { if (this.places.length) this.select(findNearest(this.places, event.offsetX)); };
     this.svg.style.touchAction = "none";
     listenToDrag(this.box, { begin: scrub, move: scrub });
-    this.box.addEventListener("keydown", (event) => this.handleKey(event));
+    listenToKeys(this.box, (event) => this.handleKey(event));
   }
 
   /** Show a net and the chosen point; `describe(point)` is what a screen reader says of one.
@@ -96,16 +86,15 @@ export class NetStrip {
     this.choose(within);
   }
 
-  /** @type {(event: KeyboardEvent) => void} */
-  handleKey(event) {
+  /** @type {(event: KeyboardEvent) => boolean} */
+  handleKey({ key }) {
     /** @type {Record<string, number>} */
     const steps = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageUp: 5, PageDown: -5 };
-    if (event.key in steps) this.select(this.point + steps[event.key]);
-    else if (event.key === "Home") this.select(0);
-    else if (event.key === "End") this.select(this.count - 1);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
+    if (key in steps) this.select(this.point + steps[key]);
+    else if (key === "Home") this.select(0);
+    else if (key === "End") this.select(this.count - 1);
+    else return false;
+    return true;
   }
 
   draw() {

@@ -1,7 +1,7 @@
 // A scene on a canvas: one transform, moved by wheel, drag, pinch and keys; what is on it is painted by its owner.
 
 import { fitCanvas, getContext } from "../shared/canvas.js";
-import { Tooltip, makeElement } from "../shared/elements.js";
+import { Tooltip, listenToKeys, makeElement } from "../shared/elements.js";
 import { clamp } from "../shared/numbers.js";
 import { DRAG_PX } from "../shared/pointer_drag.js";
 import { makeFrameLoop, makeTimer, watchSize } from "../shared/view_life.js";
@@ -63,8 +63,8 @@ export class Scene {
     canvas.addEventListener("pointercancel", (event) => this.handleUp(event));
     canvas.addEventListener("pointerleave", (event) => this.handleLeave(event));
     canvas.addEventListener("dblclick", (event) => this.zoom(ZOOM_STEP * ZOOM_STEP, event.offsetX, event.offsetY));
-    canvas.addEventListener("keydown", (event) => this.handleKey(event));
     canvas.addEventListener("blur", (event) => this.handleLeave(event));
+    listenToKeys(canvas, ({ key }) => this.handleOwnKey(key) || this.owner.press(key));
   }
 
   /** Follow the size of the host. The first size shows the whole scene, and what showed the whole still does. */
@@ -210,15 +210,6 @@ export class Scene {
     this.isByKeys = false;
     this.tooltip.hide();
     this.requestPaint();
-  }
-
-  /** @type {(event: KeyboardEvent) => void} */
-  handleKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const handled = this.handleOwnKey(event.key) || this.owner.press(event.key);
-    if (!handled) return;
-    event.preventDefault();
-    event.stopPropagation();
   }
 
   /** @type {(key: string) => boolean} */

@@ -1,6 +1,6 @@
 // The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
 
-import { makeButton, makeElement, makeKeyHelp } from "../shared/elements.js";
+import { makeButton, makeElement, makeKeyHelp, setText } from "../shared/elements.js";
 import { boundHeight, followModel, makeRender, makeTimer, watchTheme } from "../shared/view_life.js";
 import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
@@ -252,8 +252,8 @@ class SlicerView {
    * @type {(word: () => string) => void} */
   sayLater(word) {
     this.say(250, () => {
-      const text = word();
-      if (this.status.textContent !== text) this.status.textContent = this.status.title = text;
+      this.status.title = word();
+      setText(this.status, this.status.title);
     });
   }
 

@@ -1,7 +1,7 @@
 // Paints a picture in tiles: pixels of its pyramid, what a tile borrows in the lender's colour, and what it does not need
 // in grey. Coordinates of the scene are pixels of the picture; a layer's pixels are scaled to them.
 
-import { DARK, FONT, WHITE } from "../shared/canvas.js";
+import { DARK, FONT, WHITE, strokeRectangle } from "../shared/canvas.js";
 import { chooseScaleBar } from "../shared/format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
@@ -101,17 +101,15 @@ export function paintTiles(context, scene, table, tile, reading, colours) {
   const tiles = listTileEdges(scene, table);
   for (const { edges } of tiles) paintSeam(context, edges);
   for (const piece of shown) {
-    context.fillStyle = context.strokeStyle = chooseTileColour(piece.source, columns, colours);
     const box = toBox(piece.edges), [, , width, height] = box;
+    const colour = context.fillStyle = chooseTileColour(piece.source, columns, colours);
     context.globalAlpha = 0.4;
     context.fillRect(...box);
     context.globalAlpha = 1;
-    context.lineWidth = 1.5;
-    if (width > 6 && height > 6) context.strokeRect(...toBox(growRectangle(piece.edges, -0.75)));
+    if (width > 6 && height > 6) strokeRectangle(context, growRectangle(piece.edges, -0.75), colour, 1.5);
     else context.fillRect(...box); // too thin to see pixels under a tint: the colour itself
   }
-  outline(context, ownScreen, WHITE, 4.5);
-  outline(context, ownScreen, chooseTileColour(tile, columns, colours), 3);
+  outline(context, ownScreen, chooseTileColour(tile, columns, colours), 3, 4.5);
   return Math.max(1, ...shown.map((piece) => piece.enlarged));
 }
 
@@ -163,11 +161,11 @@ function findShown({ transform, view, size }) {
   return intersectRectangles(toScreenRectangle([0, 0, size[1], size[0]], transform), [0, 0, view[1], view[0]]);
 }
 
-/** @type {(context: Context, edges: Rectangle, colour: string, width: number) => void} */
-function outline(context, edges, colour, width) {
-  context.strokeStyle = colour;
-  context.lineWidth = width;
-  context.strokeRect(...toBox(growRectangle(edges, -width / 2)));
+/** Draw lines within the edges of a rectangle: one of a colour on a white one of the width `casing`.
+ * @type {(context: Context, edges: Rectangle, colour: string, width: number, casing: number, dash?: number[]) => void} */
+function outline(context, edges, colour, width, casing, dash) {
+  strokeRectangle(context, growRectangle(edges, -casing / 2), WHITE, casing);
+  strokeRectangle(context, growRectangle(edges, -width / 2), colour, width, dash);
 }
 
 /** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is.
@@ -224,15 +222,8 @@ export function paintValues(context, scene, readPixel) {
 /** Frame a pixel of the layer and, dashed, the rectangle of the picture that it depends on.
  * @type {(context: Context, scene: SceneView, pixel: Rectangle, field: Rectangle | null) => void} */
 export function paintCursor(context, scene, pixel, field) {
-  const frame = toScreenRectangle(pixel, scene.transform);
-  outline(context, frame, WHITE, 4);
-  outline(context, frame, DARK, 2);
-  if (!field) return;
-  const edges = toScreenRectangle(field, scene.transform);
-  outline(context, edges, WHITE, 4);
-  context.setLineDash([5, 4]);
-  outline(context, edges, DARK, 2);
-  context.setLineDash([]);
+  outline(context, toScreenRectangle(pixel, scene.transform), DARK, 2, 4);
+  if (field) outline(context, toScreenRectangle(field, scene.transform), DARK, 2, 4, [5, 4]);
 }
 
 /** Paint a scale bar in the lower left corner, and beside it how much a halo is enlarged.

@@ -1,5 +1,5 @@
 // Paints what moves between the ranks of a frame: strips of messages, and the terms of sums.
-import { DARK, FONT, WHITE, strokeCasedRectangle, writeCased } from "../shared/canvas.js";
+import { DARK, FONT, WHITE, setLetters, strokeCasedRectangle, strokeRectangle, writeCased } from "../shared/canvas.js";
 import { findCentre, growRectangle, toBox } from "../shared/rectangles.js";
 import { SIGN_PX, locateMessage, placeSumSign } from "./exchange_layout.js";
 import { bendBetween, computeFlight, computeTerm, liftRectangle } from "./exchange_motion.js";
@@ -63,16 +63,12 @@ export class ExchangePainter extends RankPainter {
    * @type {(message: StepMessage, strip: StripPictures, flight: Flight) => void} */
   paintTarget(message, strip, flight) {
     if (flight.landed) return;
-    const { context, look } = this, place = toBox(this.locateEnds(message)[1]);
-    if (strip.before) context.drawImage(strip.before, ...place);
+    const { context, look } = this, place = this.locateEnds(message)[1];
+    if (strip.before) context.drawImage(strip.before, ...toBox(place));
     else {
       context.fillStyle = look.panel;
-      context.fillRect(...place);
-      context.strokeStyle = look.faint;
-      context.lineWidth = 1;
-      context.setLineDash([2, 2]);
-      context.strokeRect(...place);
-      context.setLineDash([]);
+      context.fillRect(...toBox(place));
+      strokeRectangle(context, place, look.faint, 1, [2, 2]);
     }
   }
 
@@ -80,11 +76,8 @@ export class ExchangePainter extends RankPainter {
   paintWay(message, flight, focused) {
     const { context, look } = this, [from, to] = this.locateEnds(message);
     context.globalAlpha = focused ? 1 : 0.35;
-    context.strokeStyle = focused ? FOCUS : look.ink;
-    context.lineWidth = focused ? 2 : 1;
-    context.setLineDash([3, 3]);
-    context.strokeRect(...toBox(growRectangle(from, 0.5)));
-    context.setLineDash([]);
+    // The way is as the frame where it begins.
+    strokeRectangle(context, growRectangle(from, 0.5), focused ? FOCUS : look.ink, focused ? 2 : 1, [3, 3]);
     context.beginPath();
     for (let part = 0; part <= 16; part++) context.lineTo(...findCentre(bendBetween(from, to, part / 16)));
     if (focused) this.strokeCased();
@@ -99,10 +92,7 @@ export class ExchangePainter extends RankPainter {
     }
     context.fill();
     context.globalAlpha = 1;
-    if (focused && flight.landed) {
-      context.lineWidth = 2.5;
-      context.strokeRect(...toBox(to));
-    }
+    if (focused && flight.landed) strokeRectangle(context, to, FOCUS, 2.5);
   }
 
   /** @type {(message: StepMessage, strip: StripPictures, flight: Flight, focused: boolean) => void} */
@@ -111,9 +101,7 @@ export class ExchangePainter extends RankPainter {
     if (flight.landed) {
       if (flight.glow) {
         context.globalAlpha = 0.8 * flight.glow;
-        context.strokeStyle = focused ? FOCUS : look.brand;
-        context.lineWidth = 4;
-        context.strokeRect(...toBox(growRectangle(to, 1 + 5 * flight.glow)));
+        strokeRectangle(context, growRectangle(to, 1 + 5 * flight.glow), focused ? FOCUS : look.brand, 4);
         if (strip.before) writeCased(context, "+", findCentre(to), `700 16px ${FONT}`);
         context.globalAlpha = 1;
       }
@@ -176,10 +164,7 @@ export class ExchangePainter extends RankPainter {
     context.arc(...sign, SIGN_PX - 1, 0, 2 * Math.PI);
     context.fill();
     context.stroke();
-    context.fillStyle = look.ink;
-    context.font = `700 20px ${FONT}`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
+    setLetters(context, `700 20px ${FONT}`, look.ink, "center");
     context.fillText("Σ", sign[0], sign[1] + 1);
   }
 }

@@ -1,5 +1,5 @@
 // Paints each rank of a frame in its cell: its values as colours, what it borrows striped, and padding dotted.
-import { FONT, getContext, makeOffscreen, strokeCasedRectangle } from "../shared/canvas.js";
+import { FONT, getContext, makeOffscreen, setLetters, strokeCasedRectangle, strokeRectangle } from "../shared/canvas.js";
 import { findCentre, measureRectangle, toBox } from "../shared/rectangles.js";
 import { getCellHead, locateTile, splitHalo } from "./exchange_layout.js";
 import { LIGHT_LOOK } from "./step_caption.js";
@@ -72,10 +72,7 @@ export class RankPainter {
     context.beginPath();
     context.roundRect(left - 6, top - 2, width + 12, height + 6, 6);
     context.fill();
-    context.fillStyle = look.faint;
-    context.font = `600 12px ${FONT}`;
-    context.textBaseline = "alphabetic";
-    context.textAlign = "left";
+    setLetters(context, `600 12px ${FONT}`, look.faint, "left", "alphabetic");
     context.fillText(title, left - 4, top - 8);
   }
 
@@ -83,15 +80,11 @@ export class RankPainter {
   paintCell(cell, rank, progress) {
     const { context, look } = this, state = this.frame.meta.ranks[rank], place = this.placed[rank];
     if (!place) {
-      const [left, top, width, height] = toBox(cell), head = getCellHead(cell);
-      context.strokeStyle = look.faint;
-      context.lineWidth = 1;
-      context.setLineDash([4, 4]);
-      context.strokeRect(left + 4.5, top + head + 2.5, width - 9, height - head - 9);
-      context.setLineDash([]);
+      const [top, left, bottom, right] = cell, head = top + getCellHead(cell);
+      strokeRectangle(context, [head + 2.5, left + 4.5, bottom - 6.5, right - 4.5], look.faint, 1, [4, 4]);
       const busy = this.frame.meta.messages.some((each) => each.source === rank || each.target === rank);
       const why = busy ? "" : this.frame.meta.empty[rank] ?? "";  // a message is drawn in its place
-      this.writeInside(why, [top + head, left + 10, top + head + height - 22, left + width - 10]);
+      this.writeInside(why, [head, left + 10, bottom - 22 + getCellHead(cell), right - 10]);
       return;
     }
     const image = this.images.get(rank);
@@ -103,9 +96,7 @@ export class RankPainter {
     if (image) context.drawImage(image, ...toBox(place.rectangle));
     context.globalAlpha = 1;
     this.markHalo(place);
-    context.strokeStyle = look.ink;
-    context.lineWidth = state.moved ? 2 : 1;
-    context.strokeRect(...toBox(locateTile(place, place.panel.own)));
+    strokeRectangle(context, locateTile(place, place.panel.own), look.ink, state.moved ? 2 : 1);
   }
 
   /** Mark what a rank holds beside its own pixels: stripes on what it borrows, dots on grey beyond the image.
@@ -160,11 +151,10 @@ export class RankPainter {
   /** @type {(cell: Rectangle, rank: number, state: RankState) => void} */
   paintHead([top, left, , right], rank, state) {
     const { context, look } = this;
-    context.textBaseline = "middle";
-    context.textAlign = "left";
-    context.font = `${state.moved ? 700 : 400} 12px ${FONT}`;
+    const font = `${state.moved ? 700 : 400} 12px ${FONT}`;
+    setLetters(context, font, look.ink);
     const name = `${state.moved ? "▶ " : ""}${right - left > 90 ? "rank " : ""}${rank}`;
-    const font = context.font, start = left + 10 + context.measureText(name).width;
+    const start = left + 10 + context.measureText(name).width;
     context.font = `12px ${FONT}`;
     const short = `${state.work} ${state.kind}`.trim(), long = state.phase ? `${short}, ${state.phase}` : short;
     const words = [long, short, state.work, ""].find(
@@ -183,10 +173,7 @@ export class RankPainter {
   /** @type {(text: string, room: Rectangle) => void} */
   writeInside(text, room) {
     const { context, look } = this, [x, y] = findCentre(room), [height, width] = measureRectangle(room);
-    context.font = `12px ${FONT}`;
-    context.fillStyle = look.faint;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
+    setLetters(context, `12px ${FONT}`, look.faint, "center");
     const lines = [""];
     for (const word of text.split(" ")) {
       const longer = `${lines.at(-1)} ${word}`.trim();
@@ -194,8 +181,7 @@ export class RankPainter {
       else lines[lines.length - 1] = longer;
     }
     if (lines.length * 16 > height) return;
-    lines.forEach((line, at) =>
-      context.fillText(line, x, y + 4 + 16 * (at - (lines.length - 1) / 2)));
+    lines.forEach((line, at) => context.fillText(line, x, y + 4 + 16 * (at - (lines.length - 1) / 2)));
   }
 
   /** @type {(pixel: StepPixel) => void} */

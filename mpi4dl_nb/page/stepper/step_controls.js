@@ -1,5 +1,5 @@
 // Above a debugged step: what the ranks can run and how its record is looked at, and a scrubber over all frames.
-import { DARK, FONT, fitCanvas } from "../shared/canvas.js";
+import { DARK, FONT, fitCanvas, setLetters, strokeRectangle } from "../shared/canvas.js";
 import { makeButton, makeElement } from "../shared/elements.js";
 import { clamp } from "../shared/numbers.js";
 import { listenToDrag } from "../shared/pointer_drag.js";
@@ -137,10 +137,7 @@ export class StepControls {
     this.painted = painted;
     const context = fitCanvas(canvas, wide, HIGH), step = getFrameWidth(wide, frames.length), gap = step > 5 ? 1 : 0;
     context.clearRect(0, 0, wide, HIGH);
-    context.font = `600 11px ${FONT}`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillStyle = look.line;
+    setLetters(context, `600 11px ${FONT}`, look.line, "center");
     context.fillRect(0, HIGH / 2 - 0.5, wide, 1);
     frames.forEach(({ meta }, index) => {
       const { kind, phase } = summariseFrame(meta), [sign, colour] = SIGNS[kind] ?? SIGNS[""];
@@ -150,10 +147,8 @@ export class StepControls {
       context.fillStyle = DARK;
       if (step >= 10) context.fillText(meta.merged ? "»" : sign, (index + 0.5) * step, top + HIGH / 4);
     });
-    const left = shown * step;
-    context.strokeStyle = look.ink;
-    context.lineWidth = 2;
-    context.strokeRect(Math.max(1, left), 1, Math.max(3, Math.min(step, wide - left) - 1), HIGH - 2);
+    const left = shown * step, start = Math.max(1, left), width = Math.max(3, Math.min(step, wide - left) - 1);
+    strokeRectangle(context, [1, start, HIGH - 1, start + width], look.ink, 2);
   }
 }
 

@@ -41,15 +41,12 @@ export function makeKeyActions(player, model, turn) {
   return actions;
 }
 
-/** Do what a key stands for: one of the actions or, with Shift, `moveCursor(down, across)`.
- * @type {(event: KeyboardEvent, actions: KeyActions, moveCursor: (down: number, across: number) => void) => void} */
+/** Do what a key stands for: one of the actions or, with Shift, `moveCursor(down, across)`. Return whether it is one.
+ * @type {(event: KeyboardEvent, actions: KeyActions, moveCursor: (down: number, across: number) => void) => boolean} */
 export function handleStepKey(event, actions, moveCursor) {
   const { key, shiftKey } = event, { tagName } = /** @type {Element} */ (event.target);
-  if (event.ctrlKey || event.metaKey || event.altKey || tagName === "SELECT") return;
-  if (key === " " && ["BUTTON", "SUMMARY"].includes(tagName)) return;
+  if (tagName === "SELECT" || (key === " " && ["BUTTON", "SUMMARY"].includes(tagName))) return false;
   const action = shiftKey && MOVES[key] ? () => moveCursor(...MOVES[key]) : actions[key];
-  if (!action) return;
-  action();
-  event.preventDefault();
-  event.stopPropagation();
+  action?.();
+  return Boolean(action);
 }

@@ -1,6 +1,6 @@
 // The ranks in words: where each is in the schedule, what it did last and what it does next.
 import { DARK, WHITE } from "../shared/canvas.js";
-import { makeElement } from "../shared/elements.js";
+import { makeElement, setText } from "../shared/elements.js";
 import { makeSwatch } from "../shared/textures.js";
 
 /** A table with a row per rank; `update(meta)` shows a frame. */
@@ -65,10 +65,4 @@ export class StepTable {
       memory.title = rank.memory;
     });
   }
-}
-
-// A text that is set again is laid out again: most cells stay as they are from frame to frame.
-/** @type {(cell: HTMLElement, text: string) => void} */
-function setText(cell, text) {
-  if (cell.textContent !== text) cell.textContent = text;
 }

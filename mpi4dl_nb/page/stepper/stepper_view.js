@@ -1,6 +1,6 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "../shared/canvas.js";
-import { Tooltip, makeElement, prefersReducedMotion, readHeightLimit } from "../shared/elements.js";
+import { Tooltip, listenToKeys, makeElement, prefersReducedMotion, readHeightLimit } from "../shared/elements.js";
 import {
   boundHeight, followModel, makeFrameLoop, makeRender, makeTimer, watchSize, watchTheme,
 } from "../shared/view_life.js";
@@ -68,7 +68,7 @@ class StepperView {
     this.goOn = makeTimer(signal); // from a frame whose motion has ended
     this.rest = makeTimer(signal);
     el.append(this.parts.root);
-    this.parts.root.addEventListener("keydown", (event) => this.handleKey(event));
+    listenToKeys(this.parts.root, (event) => this.handleKey(event));
     this.parts.stage.addEventListener("pointermove", (event) => this.hover(event));
     this.parts.stage.addEventListener("pointerleave", () => this.point(null));
     this.parts.stage.addEventListener("click", (event) => this.chooseAt(event));
@@ -232,10 +232,10 @@ class StepperView {
     this.request();
   }
 
-  /** @type {(event: KeyboardEvent) => void} */
+  /** @type {(event: KeyboardEvent) => boolean} */
   handleKey(event) {
-    if (this.table.element.contains(/** @type {Node} */ (event.target))) return; // its keys scroll it
-    handleStepKey(event, this.actions, (down, across) => this.moveCursor(down, across));
+    if (this.table.element.contains(/** @type {Node} */ (event.target))) return false; // its keys scroll it
+    return handleStepKey(event, this.actions, (down, across) => this.moveCursor(down, across));
   }
 
   /** Choose the message `by` after the chosen one.

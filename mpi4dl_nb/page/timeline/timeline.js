@@ -1,7 +1,9 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
 import { fitCanvas, getContext } from "../shared/canvas.js";
-import { Tooltip, makeElement, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit } from "../shared/elements.js";
+import {
+  Tooltip, listenToKeys, makeElement, makeKeyHelp, prefersReducedMotion, readColours, readHeightLimit, setText,
+} from "../shared/elements.js";
 import { Textures } from "../shared/textures.js";
 import { formatDuration } from "../shared/format.js";
 import { unpackTables } from "../shared/tables.js";
@@ -51,7 +53,8 @@ class TimelinePage {
     boundHeight(this.root, model, resize, signal);
     listenToPointer(canvas, this);
     this.overview.listen(this);
-    this.listenToKeys();
+    this.listenToSearch(this.parts.search);
+    listenToKeys(canvas, (event) => this.handleKey(event));
   }
 
   /** Read the step anew from the model: other events, words and shares. */
@@ -224,8 +227,7 @@ class TimelinePage {
 
   /** @type {(event: number) => void} */
   tell(event) {
-    const { status } = this.parts, text = event < 0 ? HINT : this.scene.describe(event).join(" · ");
-    if (status.textContent !== text) status.textContent = text;
+    setText(this.parts.status, event < 0 ? HINT : this.scene.describe(event).join(" · "));
   }
 
   /** Search for a text, in the box too.
@@ -241,19 +243,18 @@ class TimelinePage {
     this.redraw();
   }
 
-  listenToKeys() {
-    const { canvas, search } = this.parts;
-    canvas.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const act = handleTimelineKey(this.scene, event);
-      if (!act) return;
-      event.preventDefault();
-      event.stopPropagation();
-      if (act.span) this.show(act.span, true);
-      else if (act.action === "search") search.focus();
-      else if (act.action === "clear") this.clear();
-      else if (act.event !== undefined) this.choose(act.event);
-    });
+  /** @type {(event: KeyboardEvent) => boolean} */
+  handleKey(event) {
+    const act = handleTimelineKey(this.scene, event);
+    if (act?.span) this.show(act.span, true);
+    else if (act?.action === "search") this.parts.search.focus();
+    else if (act?.action === "clear") this.clear();
+    else if (act?.event !== undefined) this.choose(act.event);
+    return act !== null;
+  }
+
+  /** @type {(search: HTMLInputElement) => void} */
+  listenToSearch(search) {
     search.addEventListener("input", () => this.search(search.value.trim()));
     search.addEventListener("keydown", (event) => {
       event.stopPropagation();

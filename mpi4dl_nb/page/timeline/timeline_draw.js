@@ -1,11 +1,12 @@
 // Draws a timeline on a canvas: ruler, rows with their ranks and shares, bars, labels, and marks of what is chosen.
 
-import { FONT } from "../shared/canvas.js";
+import { FONT, setLetters, strokeRectangle } from "../shared/canvas.js";
 import { formatShare } from "../shared/format.js";
+import { makeTicks } from "../shared/numbers.js";
 import { isPaper, pickInk } from "../shared/textures.js";
 import { labelEvent } from "./timeline_data.js";
 import { getScrollLimit } from "./timeline_layout.js";
-import { findVisible, makeTicks, mergeBars } from "./timeline_span.js";
+import { findVisible, mergeBars } from "./timeline_span.js";
 import { formatTick, nameEvent } from "./timeline_text.js";
 
 const FADED = 0.16;
@@ -23,7 +24,7 @@ export function drawTimeline(context, scene) {
   const scale = layout.plot / (scene.span.end - scene.span.start);
   const shift = -((scene.span.start * scale) % 8);
   scene.fills = scene.textures.prepare(context, theme, scene.pixelRatio, layout.left + shift);
-  const { ticks, step } = makeTicks(scene.span, layout.plot / 110);
+  const { ticks, step } = makeTicks(scene.span.start, scene.span.end, layout.plot / 110);
   const rows = findVisibleRows(scene);
   mergeRows(scene, rows);
   context.save();
@@ -54,15 +55,11 @@ function drawRowFrame(context, { layout, theme, words, rank, fills }, row, top) 
     context.fillStyle = theme.brand;
     context.fillRect(0, top, 4, layout.rowHeight);
   }
-  context.fillStyle = theme.ink;
-  context.textBaseline = "middle";
   const middle = top + layout.rowHeight / 2, two = !layout.small && roles && layout.left > 100;
-  context.font = `${chosen ? 700 : 600} ${layout.small ? 11 : 13}px ${FONT}`;
-  context.textAlign = "left";
+  setLetters(context, `${chosen ? 700 : 600} ${layout.small ? 11 : 13}px ${FONT}`, theme.ink);
   context.fillText(layout.left > 100 ? `rank ${own.rank}` : String(own.rank), 10, two ? middle - 8 : middle);
   if (two || (layout.small && roles && layout.left > 100)) {
-    context.fillStyle = theme.faint;
-    context.font = `${layout.small ? 10.5 : 11.5}px ${FONT}`;
+    setLetters(context, `${layout.small ? 10.5 : 11.5}px ${FONT}`, theme.faint);
     const [x, y, room] = two ? [10, middle + 9, layout.left - 16] : [62, middle, layout.left - 66];
     context.fillText(shortenText(context, roles, room), x, y);
   }
@@ -83,12 +80,8 @@ function drawShares(context, layout, theme, words, fills, shares, middle) {
     context.fillRect(x, top, shares[at] * width, height);
     x += shares[at] * width;
   });
-  context.strokeStyle = theme.faint;
-  context.lineWidth = 1;
-  context.strokeRect(left + 0.5, top + 0.5, width - 1, height - 1);
-  context.fillStyle = theme.ink;
-  context.textAlign = "left";
-  context.font = `${layout.small ? 10 : 11.5}px ${FONT}`;
+  strokeRectangle(context, [top + 0.5, left + 0.5, top + height - 0.5, left + width - 0.5], theme.faint, 1);
+  setLetters(context, `${layout.small ? 10 : 11.5}px ${FONT}`, theme.ink);
   shares.forEach((share, at) => context.fillText(`${Math.round(share * 100)}%`, left + COLUMNS[at] * width,
     top + height + (layout.small ? 7 : 11)));
 }
@@ -239,10 +232,7 @@ function drawScroll(context, { layout, scroll, theme }) {
 
 /** @type {(context: Context, scene: DrawnScene, ticks: number[], step: number, scale: number) => void} */
 function drawRuler(context, { layout, theme, span }, ticks, step, scale) {
-  context.fillStyle = theme.faint;
-  context.font = `11.5px ${FONT}`;
-  context.textBaseline = "middle";
-  context.textAlign = "left";
+  setLetters(context, `11.5px ${FONT}`, theme.faint);
   for (const tick of ticks) {
     const x = Math.round(layout.left + (tick - span.start) * scale), text = formatTick(tick, step, span.end);
     context.fillRect(x, layout.ruler - 7, 1, 7);

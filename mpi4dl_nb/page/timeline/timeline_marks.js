@@ -1,5 +1,7 @@
 // Marks on a timeline, on a canvas of their own above the bars: what is pointed at and what is selected.
 
+import { strokeCasedRectangle } from "../shared/canvas.js";
+
 /** Draw the marks of a scene. The context's unit is a px of the page.
  * @type {(context: Context, scene: DrawnScene) => void} */
 export function drawMarks(context, scene) {
@@ -32,11 +34,6 @@ function outlineEvent(context, { events, words, layout, span, scroll, theme }, e
   const right = layout.left + Math.min((events.end[event] - span.start) * scale, layout.plot + 9);
   if (right < layout.left || left > layout.left + layout.plot) return;
   const top = layout.ruler + events.row[event] * layout.rowHeight - scroll + layout.lanes[lane].top;
-  /** @type {[string, number][]} */
-  const strokes = [[theme.paper, width + 2], [theme.ink, width]];
-  for (const [colour, line] of strokes) {
-    context.strokeStyle = colour;
-    context.lineWidth = line;
-    context.strokeRect(left, top, Math.max(right - left, 2), layout.lanes[lane].height);
-  }
+  const bottom = top + layout.lanes[lane].height;
+  strokeCasedRectangle(context, [top, left, bottom, Math.max(right, left + 2)], theme.ink, width, theme.paper);
 }

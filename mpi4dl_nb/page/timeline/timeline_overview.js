@@ -1,6 +1,6 @@
 // The whole step in a low strip above a timeline, with a window over the part that is shown.
 
-import { getContext } from "../shared/canvas.js";
+import { getContext, strokeRectangle } from "../shared/canvas.js";
 import { clamp } from "../shared/numbers.js";
 import { listenToDrag } from "../shared/pointer_drag.js";
 import { limitSpan, mergeBars, panSpan, zoomSpan } from "./timeline_span.js";
@@ -88,9 +88,7 @@ export class TimelineOverview {
     context.fillRect(0, 0, left, height);
     context.fillRect(right, 0, width - right, height);
     context.globalAlpha = 1;
-    context.strokeStyle = scene.theme.brand;
-    context.lineWidth = 2;
-    context.strokeRect(Math.max(left, 1), 1, Math.min(right, width - 1) - Math.max(left, 1), height - 2);
+    strokeRectangle(context, [1, Math.max(left, 1), height - 1, Math.min(right, width - 1)], scene.theme.brand, 2);
   }
 
   forget() {

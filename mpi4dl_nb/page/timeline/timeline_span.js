@@ -120,15 +120,3 @@ export function findBarAt(lane, time, reach = 0) {
   }
   return best;
 }
-
-/** Return times from 0 on in steps of 1, 2 or 5, at most `most` in the span, and the step between them.
- * @type {(span: TimeSpan, most: number) => { ticks: number[], step: number }} */
-export function makeTicks(span, most) {
-  const rough = (span.end - span.start) / Math.max(most, 1);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5].map((each) => each * power).find((each) => each >= rough * (1 - 1e-9)) ?? 10 * power;
-  const ticks = [];
-  for (let number = Math.ceil(span.start / step - 1e-9); number * step <= span.end * (1 + 1e-12); number++)
-    ticks.push(number * step);
-  return { ticks, step };
-}

@@ -1,6 +1,6 @@
 // Plans in a chart of time against memory, to choose one of and to measure it: the view of the widget TuningView.
 
-import { Tooltip, makeButton, makeElement, makeSvg, readHeightLimit } from "../shared/elements.js";
+import { Tooltip, listenToKeys, makeButton, makeElement, makeSvg, readHeightLimit, setText } from "../shared/elements.js";
 import { formatBytes, formatDuration } from "../shared/format.js";
 import { clamp } from "../shared/numbers.js";
 import { boundHeight, followModel, makeRender, watchSize } from "../shared/view_life.js";
@@ -11,6 +11,7 @@ import {
 
 const REACH_PX = 16, LEGEND_PX = 70, SIDE_PX = 240;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
+const MOVES = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End"];
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
 class TuningPage {
@@ -187,8 +188,7 @@ class TuningPage {
       makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
     this.measure.setAttribute("aria-disabled",
       String(!point.number || this.model.get("busy") || Boolean(this.unavailable)));
-    const text = this.tell(point).join(". ");
-    if (this.status.textContent !== text) this.status.textContent = text;
+    setText(this.status, this.tell(point).join(". "));
   }
 
   /** @type {(point: TuningPoint) => string[]} */
@@ -221,14 +221,11 @@ class TuningPage {
     });
     this.chart.addEventListener("pointerleave", () => this.tooltip.hide());
     this.chart.addEventListener("click", (event) => this.choose(find(event)[0]));
-    this.chart.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const moves = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End"].includes(event.key);
-      if (!moves && event.key !== "m" && event.key !== "Enter") return;
-      event.preventDefault();
-      event.stopPropagation();
-      if (moves) this.choose(findNextPoint(this.points, this.chosen, event.key));
-      else this.askToMeasure();
+    listenToKeys(this.chart, ({ key }) => {
+      if (MOVES.includes(key)) this.choose(findNextPoint(this.points, this.chosen, key));
+      else if (key === "m" || key === "Enter") this.askToMeasure();
+      else return false;
+      return true;
     });
   }
 }

@@ -1,7 +1,7 @@
 // Where plans lie in a chart of time against memory, and which is next to which; pure numbers.
 
 import { chooseByteUnit } from "../shared/format.js";
-import { clamp } from "../shared/numbers.js";
+import { clamp, makeTicks } from "../shared/numbers.js";
 import { measureRectangle } from "../shared/rectangles.js";
 
 /** Return the part of an axis that shows all `values`: [least, most], by factors if they differ much.
@@ -23,18 +23,11 @@ export function placeOnAxis({ low, high, byFactors }, value) {
 /** Return round values of an axis in units of `unit`, about `most` of them.
  * @type {(axis: Axis, unit: number, most: number) => number[]} */
 export function makeAxisTicks({ low, high, byFactors }, unit, most) {
+  if (!byFactors) return makeTicks(low / unit, high / unit, most).ticks.map((tick) => tick * unit);
   /** @type {number[]} */
-  const ticks = [];
-  if (byFactors) {
-    const digits = Math.log10(high / low) * 3 > most ? [1] : [1, 2, 5];
-    for (let power = Math.floor(Math.log10(low / unit)); 10 ** power * unit <= high; power++)
-      for (const digit of digits) ticks.push(digit * 10 ** power * unit);
-  } else {
-    const rough = (high - low) / unit / most, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5].map((digit) => digit * power).find((each) => each >= rough) ?? 10 * power;
-    for (let number = Math.ceil(low / unit / step); number * step * unit <= high; number++)
-      ticks.push(number * step * unit);
-  }
+  const ticks = [], digits = Math.log10(high / low) * 3 > most ? [1] : [1, 2, 5];
+  for (let power = Math.floor(Math.log10(low / unit)); 10 ** power * unit <= high; power++)
+    for (const digit of digits) ticks.push(digit * 10 ** power * unit);
   return ticks.filter((tick) => tick >= low && tick <= high);
 }
 
