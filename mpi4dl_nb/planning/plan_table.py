@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -95,9 +94,9 @@ def _describe_plan(
     return {
         "values": describe_texts({name: getattr(plan, name) for name in OPTIONS}),
         "shape": {"plan": plan_number, "summary": plan.summary, **shape.to_json()},
-        "blocks": base64.b64encode(shape.blocks).decode(),
+        "blocks": shape.blocks,
         "loads": {"plan": plan_number, "groups": list(groups)},
-        "rank_groups": base64.b64encode(of_rank).decode(),
+        "rank_groups": of_rank,
         "gauges": {
             "plan": plan_number,
             "now": list(measure_gauges(compiled.loads, machine, compiled.forecast, no_machine)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import chain, repeat
 from os import PathLike
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.packed_tables import pack_tables
 from mpi4dl_nb.engines.errors import PlanError, make_absolute
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style, wrap_module
-from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView
+from mpi4dl_nb.widgets.saved_view import SavedPart, SavedView
 
 PICTURE_BYTES = 4_000_000
 NO_KERNEL = "This page was saved: no ranks run behind it."
@@ -153,38 +154,13 @@ def _format_part(part: SavedPart, still: str, codes: Sequence[str]) -> str:
     remarks = "".join(f'<p class="mpi4dl-saved-remark">{escape(remark)}</p>' for remark in part.remarks)
     if not part.views:
         return f'<section class="mpi4dl-saved-figure">{part.html}{remarks}</section>'
-    packed = _pack({"views": [_describe_view(view, codes) for view in part.views], "links": part.links})
+    packed = [{"code": codes.index(view.code), "values": view.values, "answers": view.answers} for view in part.views]
+    data = gzip.compress(pack_tables({"views": packed, "links": part.links}), mtime=0)
     views = "mpi4dl-saved-views mpi4dl-saved-beside" if part.is_side_by_side else "mpi4dl-saved-views"
     return (
         f'<section class="mpi4dl-saved-part">{still}<div class="{views}"></div>{remarks}'
-        f'<script type="application/gzip">{packed}</script></section>'
+        f'<script type="application/gzip">{base64.b64encode(data).decode()}</script></section>'
     )
-
-
-def _describe_view(view: SavedView, codes: Sequence[str]) -> dict[str, Any]:
-    binary = {name: value for name, value in view.values.items() if isinstance(value, bytes)}
-    return {
-        "code": codes.index(view.code),
-        "values": {name: value for name, value in view.values.items() if name not in binary},
-        "binary": {name: _encode(value) for name, value in binary.items()},
-        "answers": {
-            name: {key: _encode_answer(answer) for key, answer in answers.items()}
-            for name, answers in view.answers.items()
-        },
-    }
-
-
-def _encode_answer(answer: Answer) -> tuple[Any, list[str]]:
-    content, buffers = answer
-    return content, [_encode(buffer) for buffer in buffers]
-
-
-def _encode(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _pack(data: Mapping[str, Any]) -> str:
-    return _encode(gzip.compress(json.dumps(data, allow_nan=False).encode(), mtime=0))
 
 
 def _make_script(codes: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -102,9 +101,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
             "timed": bool(timeline),
             "ranks": [point.ranks.ranks for point in points],
             "layers": [find_layer_of(points, names.get(event.name, ""), -1) for event in events],
-            "pictures": [
-                (base64.b64encode(figure.to_png()).decode(), figure.alt, figure.outline_paper()) for figure in memory
-            ],
+            "pictures": [(figure.to_png(), figure.alt, figure.outline_paper()) for figure in memory],
         }
         views = [*part.views, *timeline, self.memory.save_view()]
         return SavedPart(views, remarks=part.remarks, links={"selection": selection}, is_side_by_side=True)

@@ -211,8 +211,10 @@ test("the overview's window is moved and resized", () => {
 });
 
 test("a drag is of one pointer and of the main button", () => {
-  const seen = [], element = Object.assign(new EventTarget(), { setPointerCapture: () => {} });
-  const tell = (name) => (event) => seen.push(`${name} ${event.pointerId}`);
+  const seen = [], element = Object.assign(new EventTarget(), {
+    setPointerCapture: () => {}, getBoundingClientRect: () => ({ left: 0, top: 0 }),
+  });
+  const tell = (name) => (_x, _y, event) => seen.push(`${name} ${event.pointerId}`);
   listenToDrag(element, { begin: tell("begin"), move: tell("move"), end: tell("end"), hover: tell("hover") });
   const send = (type, pointerId, button = 0) =>
     element.dispatchEvent(Object.assign(new Event(`pointer${type}`), { pointerId, button }));

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
 import re
 from collections.abc import Iterator
 from html import unescape
@@ -27,6 +24,7 @@ from mpi4dl_nb import (
 )
 from mpi4dl_nb.widgets import saved_frame, stepper
 from mpi4dl_nb.widgets.figure_widget import STILL, StillFigure
+from tests.tables import unpack_part
 
 PLAN, SHAPE = Plan(split_size=1, slice_method="1x2"), (2, 3, 16, 16)
 FRAME = re.compile(r'<iframe sandbox="allow-scripts" title="(\w+), [^"]*" srcdoc="([^"]*)"')
@@ -52,7 +50,7 @@ def unpack_frame(html: str) -> dict[str, Any]:
     """What the frame in a snapshot has of its widget."""
     (frame,) = FRAME.finditer(html)
     (packed,) = PACKED.findall(unescape(frame[2]))
-    return json.loads(gzip.decompress(base64.b64decode(packed)))
+    return unpack_part(packed)
 
 
 @pytest.fixture(scope="module")

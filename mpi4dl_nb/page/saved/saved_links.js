@@ -1,6 +1,5 @@
 // The views of one widget in a saved page follow each other, as the kernel lets them in a notebook.
 
-import { unpackBytes } from "./saved_model.js";
 import { SavedPlans } from "./saved_plans.js";
 
 /** Let values of different views be the same: `same` lists them, each as [number of the view, name].
@@ -30,7 +29,7 @@ class Selection {
     this.timeline = timed ? models[1] : undefined;
     this.memory = models[models.length - 1];
     this.isFollowing = this.isAsked = false;
-    this.pictures = pictures.map(([png, alt, paper]) => ({ png: unpackBytes(png), alt, paper }));
+    this.pictures = pictures.map(([png, alt, paper]) => ({ png, alt, paper }));
     this.listen(this.slicer, ["layer", "tile"], () => this.followSlicer());
     const { timeline } = this;
     if (timeline) this.listen(timeline, ["selected", "rank"], () => this.followTimeline(timeline));

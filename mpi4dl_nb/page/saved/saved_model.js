@@ -1,11 +1,5 @@
 // What stands in place of the kernel in a page that was saved: the values of a view, and the answers stored with it.
 
-/** Turns base64 into bytes.
- * @type {(text: string) => Bytes} */
-export function unpackBytes(text) {
-  return new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
-}
-
 /** The model of one view, with what anywidget's models have of it: values, their observers, and messages.
  *
  * `values` are by name. `answers` holds, by the name of a message and then by the value that it asks for (as JSON, or
@@ -14,7 +8,7 @@ export function unpackBytes(text) {
  */
 export class SavedModel {
   /** @param {SavedValues} values
-   * @param {Answers<Bytes>} answers
+   * @param {Answers} answers
    * @param {string} reason */
   constructor(values, answers, reason) {
     /** @type {SavedValues} */

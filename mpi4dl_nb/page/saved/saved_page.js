@@ -2,28 +2,18 @@
 // in a notebook.
 
 import { makeElement } from "../shared/elements.js";
-import { SavedModel, unpackBytes } from "./saved_model.js";
+import { unpackTables } from "../shared/tables.js";
+import { SavedModel } from "./saved_model.js";
 import { linkModels } from "./saved_links.js";
 
 const DARK_SCHEME = "(prefers-color-scheme: dark)";
 
-/** Return the object in a packed text: JSON, compressed, in base64. Throws if a byte of it is not what was saved.
+/** Return the object in a packed text: compressed, in base64. Throws if a byte of it is not what was saved.
  * @type {(text: string) => Promise<PackedPart>} */
 async function unpack(text) {
-  const stream = new Blob([unpackBytes(text)]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
-}
-
-/** Return the model of a view that was unpacked.
- * @type {(view: PackedView, reason: string) => SavedModel} */
-function makeModel({ values, binary, answers }, reason) {
-  const bytes = Object.fromEntries(Object.entries(binary).map(([name, text]) => [name, unpackBytes(text)]));
-  /** @type {(answer: [object, string[]]) => Answer} */
-  const unpackAnswer = ([content, buffers]) => [content, buffers.map(unpackBytes)];
-  /** @type {<From, To>(object: Record<string, From>, change: (value: From) => To) => Record<string, To>} */
-  const mapValues = (object, change) => Object.fromEntries(
-    Object.entries(object).map(([name, value]) => [name, change(value)]));
-  return new SavedModel({ ...values, ...bytes }, mapValues(answers, (each) => mapValues(each, unpackAnswer)), reason);
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return unpackTables(new DataView(await new Response(stream).arrayBuffer()));
 }
 
 /** Show a part of the page in its section. A part that is damaged says so, and the others are shown.
@@ -32,7 +22,7 @@ async function showPart(section, makers, reason) {
   const room = /** @type {Element} */ (section.querySelector(".mpi4dl-saved-views"));
   try {
     const { views, links } = await unpack(section.querySelector("script")?.textContent ?? "");
-    const models = views.map((view) => makeModel(view, reason));
+    const models = views.map(({ values, answers }) => new SavedModel(values, answers, reason));
     linkModels(models, links);
     for (const [index, { code }] of views.entries()) {
       const el = makeElement("div");

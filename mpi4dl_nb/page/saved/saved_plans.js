@@ -1,7 +1,5 @@
 // A configurator in a saved page: the plans that were computed when it was saved, in place of those of a kernel.
 
-import { unpackBytes } from "./saved_model.js";
-
 const OF_GRID = ["slice_method", "num_spatial_parts"];
 
 /** The plans of a page. `rows` hold what the view shows of each: `values` are the texts of its controls by name. */
@@ -61,8 +59,8 @@ export class SavedPlans {
     const before = this.model.get("gauges").now ?? [];
     this.at = number;
     // What is drawn comes first, and its description last, as from a kernel.
-    this.model.set("rank_groups", unpackBytes(groups));
-    this.model.set("blocks", unpackBytes(blocks));
+    this.model.set("rank_groups", groups);
+    this.model.set("blocks", blocks);
     this.model.set("shape", shape);
     this.model.set("loads", loads);
     this.model.set("gauges", { ...gauges, before });

@@ -4,13 +4,11 @@
 type Answer = [object, Bytes[]];
 
 /** Answers by the name of a message, and then by what it asks for, as JSON. */
-type Answers<Sent> = Record<string, Record<string, [object, Sent[]]>>;
+type Answers = Record<string, Record<string, Answer>>;
 
-/** A view as it is packed: `binary` are values and `answers` hold buffers that are bytes, in base64. */
 interface PackedView {
   values: SavedValues;
-  binary: Record<string, string>;
-  answers: Answers<string>;
+  answers: Answers;
   code: number;
 }
 
@@ -31,16 +29,16 @@ interface SelectionLinks {
   timed: boolean;
   ranks: number[][];
   layers: number[];
-  pictures: [string, string, string][];
+  pictures: [Bytes, string, string][];
 }
 
 /** What a configurator shows of one plan, see saved_plans.js. */
 interface PlanRow {
   values: PlanSettings;
   shape: PlanShape;
-  blocks: string;
+  blocks: Bytes;
   loads: PlanLoads;
-  rank_groups: string;
+  rank_groups: Bytes;
   gauges: PlanGaugeSet;
 }
 

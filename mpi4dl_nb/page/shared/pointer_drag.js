@@ -2,9 +2,17 @@
 
 export const DRAG_PX = 4; // a pointer that moves less has clicked
 
+/** Return the place [x, y] of an event in px of an element.
+ * @type {(event: MouseEvent, element: Element) => Pair} */
+export function locatePointer(event, element) {
+  const { left, top } = element.getBoundingClientRect();
+  return [event.clientX - left, event.clientY - top];
+}
+
 /**
- * Call `begin(event)` when a pointer is pressed on an element, `move(event)` when it moves, and `end(event)` when it is
- * released. Other buttons are ignored, and other pointers until then. `hover(event)` is for moves without a drag.
+ * Call `begin` when a pointer is pressed on an element, `move` when it moves, and `end` when it is released, with the
+ * place (x, y) in px of the element and the event. Other buttons are ignored, and other pointers until then. `hover` is
+ * for moves without a drag.
  * @type {(element: HTMLElement, acts: DragActs) => void}
  */
 export function listenToDrag(element, { begin, move, end = () => {}, hover = () => {} }) {
@@ -14,17 +22,17 @@ export function listenToDrag(element, { begin, move, end = () => {}, hover = () 
     if (event.button || pointer !== null) return;
     pointer = event.pointerId;
     element.setPointerCapture(pointer);
-    begin(event);
+    begin(...locatePointer(event, element), event);
   });
   element.addEventListener("pointermove", (event) => {
-    if (pointer === null) hover(event);
-    else if (event.pointerId === pointer) move(event);
+    const act = pointer === null ? hover : event.pointerId === pointer ? move : undefined;
+    act?.(...locatePointer(event, element), event);
   });
   for (const name of /** @type {const} */ (["pointerup", "pointercancel"])) {
     element.addEventListener(name, (event) => {
       if (event.pointerId !== pointer) return;
       pointer = null;
-      end(event);
+      end(...locatePointer(event, element), event);
     });
   }
 }

@@ -10,9 +10,9 @@ type Rectangle = [top: number, left: number, bottom: number, right: number];
 /** Bytes that the kernel has sent. */
 type Bytes = DataView<ArrayBuffer>;
 
-/** An array of numbers in the text of packed tables: their kind, how many, and where they begin behind the text. */
+/** An array in the text of packed tables: the kind of its numbers, how many, and where they begin behind the text. */
 interface PackedArray {
-  kind: "f4" | "f8" | "i4" | "u1";
+  packed: string;
   count: number;
   at: number;
 }
@@ -78,10 +78,10 @@ type Textures = import("./textures.js").Textures;
 
 /** What is done while one pointer is pressed on an element; `hover` is for moves without a drag. */
 interface DragActs {
-  begin(event: PointerEvent): void;
-  move(event: PointerEvent): void;
-  end?(event: PointerEvent): void;
-  hover?(event: PointerEvent): void;
+  begin(x: number, y: number, event: PointerEvent): void;
+  move(x: number, y: number, event: PointerEvent): void;
+  end?(x: number, y: number, event: PointerEvent): void;
+  hover?(x: number, y: number, event: PointerEvent): void;
 }
 
 /** The strokes of which hatches consist: ends of lines, or places of circles of one radius. */

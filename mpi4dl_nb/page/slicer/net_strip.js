@@ -61,8 +61,8 @@ export class NetStrip {
     this.box.append(this.svg);
     host.append(this.box);
     watchSize(this.box, () => this.draw(), signal);
-    /** @type {(event: PointerEvent) => void} */
-    const scrub = (event) => { if (this.places.length) this.select(findNearest(this.places, event.offsetX)); };
+    /** @type {(x: number) => void} */
+    const scrub = (x) => { if (this.places.length) this.select(findNearest(this.places, x)); };
     this.svg.style.touchAction = "none";
     listenToDrag(this.box, { begin: scrub, move: scrub });
     listenToKeys(this.box, (event) => this.handleKey(event));

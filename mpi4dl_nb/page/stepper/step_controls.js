@@ -67,25 +67,25 @@ export class StepControls {
       ([kind, [sign, colour]]) => makeElement("span", { class: "mpi4dl-look" }, makeMark(sign, colour), ` ${kind}`)),
       makeElement("span", { text: "above: forward, below: backward, »: several at once" }), this.note);
     this.element = makeElement("div", { "data-lm-suppress-shortcuts": "true" }, this.bar, line, this.slider, legend);
-    /** @type {(event: PointerEvent) => void} */
-    const drag = (event) => this.drag(event);
-    listenToDrag(this.slider, { begin: drag, move: drag, hover: (event) => this.name(event) });
+    /** @type {(x: number) => void} */
+    const drag = (x) => this.drag(x);
+    listenToDrag(this.slider, { begin: drag, move: drag, hover: (x) => this.name(x) });
   }
 
-  /** @type {(event: PointerEvent) => void} */
-  drag(event) {
-    const { left, width } = this.slider.getBoundingClientRect(), frames = this.player.store.frames.length;
+  /** @type {(x: number) => void} */
+  drag(x) {
+    const frames = this.player.store.frames.length;
     if (!frames) return;
     this.player.playing = false;
-    this.player.seek(findFrame(event.clientX - left, width, frames));
+    this.player.seek(findFrame(x, this.slider.offsetWidth, frames));
     this.update();
   }
 
   /** Name the frame under the pointer.
-   * @type {(event: PointerEvent) => void} */
-  name(event) {
-    const { left, width } = this.slider.getBoundingClientRect(), { frames } = this.player.store;
-    if (frames.length) this.slider.title = frames[findFrame(event.clientX - left, width, frames.length)].meta.title;
+   * @type {(x: number) => void} */
+  name(x) {
+    const { frames } = this.player.store;
+    if (frames.length) this.slider.title = frames[findFrame(x, this.slider.offsetWidth, frames.length)].meta.title;
   }
 
   /** Show where the player is, if anything has changed. */

@@ -8,6 +8,7 @@ import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layou
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
 import { clamp } from "../shared/numbers.js";
+import { locatePointer } from "../shared/pointer_drag.js";
 import { findCentre, isInside } from "../shared/rectangles.js";
 import { unpackTables } from "../shared/tables.js";
 import { LIGHT_LOOK, makeCaption, readLook } from "./step_caption.js";
@@ -247,22 +248,15 @@ class StepperView {
 
   /** @type {(event: MouseEvent) => void} */
   hover(event) {
-    const place = this.locate(event);
+    const place = locatePointer(event, this.parts.canvas);
     this.point(findPixel(this.placed, ...place), ...place);
-  }
-
-  /** Return the place [x, y] of an event in the picture.
-   * @type {(event: MouseEvent) => Pair} */
-  locate(event) {
-    const { left, top } = this.parts.canvas.getBoundingClientRect();
-    return [event.clientX - left, event.clientY - top];
   }
 
   /** Choose the message whose pixels were clicked on its target, or else on its source.
    * @type {(event: MouseEvent) => void} */
   chooseAt(event) {
     this.parts.stage.focus({ preventScroll: true });
-    const found = findPixel(this.placed, ...this.locate(event));
+    const found = findPixel(this.placed, ...locatePointer(event, this.parts.canvas));
     if (!found) return;
     /** @type {(side: "source" | "target") => number} */
     const hits = (side) => this.frame?.meta.messages.findIndex(

@@ -1,6 +1,6 @@
 // Pointer, wheel and keys of a timeline. What they do is done by `page`: move, select, hover and redraw.
 
-import { DRAG_PX, listenToDrag } from "../shared/pointer_drag.js";
+import { DRAG_PX, listenToDrag, locatePointer } from "../shared/pointer_drag.js";
 
 const STEP_PX = 80;
 
@@ -52,13 +52,8 @@ export function handleTimelineKey(scene, { key, shiftKey }) {
 export function listenToPointer(canvas, page) {
   /** @type {{ x: number, y: number, startX: number, startY: number, moved: boolean } | null} */
   let drag = null;
-  /** @type {(event: MouseEvent) => Pair} */
-  const locate = (event) => {
-    const box = canvas.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
-  };
   canvas.addEventListener("wheel", (event) => {
-    const [x, y] = locate(event), { scene } = page;
+    const [x, y] = locatePointer(event, canvas), { scene } = page;
     const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
     const by = (event.deltaY || event.deltaX) * (event.deltaMode ? 30 : 1);
     if (sideways) page.show(scene.pan(-(event.deltaX || event.deltaY)));
@@ -72,32 +67,26 @@ export function listenToPointer(canvas, page) {
     event.preventDefault();
     page.leave(); // what is under the pointer changes with each frame; the next move describes it
   }, { passive: false });
-  /** @type {(event: PointerEvent) => void} */
-  const begin = (event) => {
-    const [x, y] = locate(event);
-    drag = { x, y, startX: x, startY: y, moved: false };
-  };
-  /** @type {(event: PointerEvent) => void} */
-  const move = (event) => {
-    const [x, y] = locate(event);
-    if (!drag) return;
-    drag.moved ||= Math.hypot(x - drag.startX, y - drag.startY) >= DRAG_PX;
-    if (drag.moved) {
+  listenToDrag(canvas, {
+    begin(x, y) { drag = { x, y, startX: x, startY: y, moved: false }; },
+    move(x, y) {
+      if (!drag) return;
+      drag.moved ||= Math.hypot(x - drag.startX, y - drag.startY) >= DRAG_PX;
+      if (!drag.moved) return;
       canvas.style.cursor = "grabbing";
       page.scene.scrollBy(drag.y - y);
       page.show(page.scene.pan(x - drag.x));
       page.leave();
       Object.assign(drag, { x, y });
-    }
-  };
-  /** @type {(event: PointerEvent) => void} */
-  const end = (event) => {
-    const clicked = event.type === "pointerup" && !drag?.moved;
-    drag = null;
-    canvas.style.cursor = "";
-    if (clicked) page.press(...locate(event));
-  };
-  listenToDrag(canvas, { begin, move, end, hover: (event) => page.hover(...locate(event)) });
+    },
+    end(x, y, event) {
+      const clicked = event.type === "pointerup" && !drag?.moved;
+      drag = null;
+      canvas.style.cursor = "";
+      if (clicked) page.press(x, y);
+    },
+    hover: (x, y) => page.hover(x, y),
+  });
   canvas.addEventListener("pointerleave", () => { if (!drag) page.leave(); });
   canvas.addEventListener("dblclick", () => page.show(page.scene.focusSelected(), true));
 }

@@ -102,28 +102,24 @@ export class TimelineOverview {
     const cursors = { start: "ew-resize", end: "ew-resize", both: "grab", jump: "pointer" };
     /** @type {{ x: number, handle: WindowHandle, span: TimeSpan | null } | null} */
     let drag = null;
-    /** @type {(event: MouseEvent) => number} */
-    const locate = (event) => event.clientX - canvas.getBoundingClientRect().left;
     /** @type {(x: number) => WindowHandle} */
     const find = (x) => findHandle(x, page.scene.span, page.scene.seconds, page.scene.layout.plot);
-    /** @type {(event: PointerEvent) => void} */
-    const begin = (event) => {
-      const { scene } = page, x = locate(event), handle = find(x);
-      if (handle === "jump") {
-        const time = (x / scene.layout.plot) * scene.seconds, half = (scene.span.end - scene.span.start) / 2;
-        page.show(limitSpan({ start: time - half, end: time + half }, scene.seconds));
-      }
-      drag = { x, handle: handle === "jump" ? "both" : handle, span: null };
-    };
-    /** @type {(event: PointerEvent) => void} */
-    const move = (event) => {
-      const { scene } = page;
-      if (!drag) return;
-      drag.span ??= scene.span;
-      page.show(dragWindow(drag.span, drag.handle, drag.x, locate(event), scene.seconds, scene.layout.plot));
-    };
-    /** @type {(event: PointerEvent) => void} */
-    const hover = (event) => { canvas.style.cursor = cursors[find(locate(event))]; };
-    listenToDrag(canvas, { begin, move, hover });
+    listenToDrag(canvas, {
+      begin(x) {
+        const { scene } = page, handle = find(x);
+        if (handle === "jump") {
+          const time = (x / scene.layout.plot) * scene.seconds, half = (scene.span.end - scene.span.start) / 2;
+          page.show(limitSpan({ start: time - half, end: time + half }, scene.seconds));
+        }
+        drag = { x, handle: handle === "jump" ? "both" : handle, span: null };
+      },
+      move(x) {
+        const { scene } = page;
+        if (!drag) return;
+        drag.span ??= scene.span;
+        page.show(dragWindow(drag.span, drag.handle, drag.x, x, scene.seconds, scene.layout.plot));
+      },
+      hover(x) { canvas.style.cursor = cursors[find(x)]; },
+    });
   }
 }

@@ -3,6 +3,7 @@
 import { Tooltip, listenToKeys, makeButton, makeElement, makeSvg, readHeightLimit, setText } from "../shared/elements.js";
 import { formatBytes, formatDuration } from "../shared/format.js";
 import { clamp } from "../shared/numbers.js";
+import { locatePointer } from "../shared/pointer_drag.js";
 import { boundHeight, followModel, makeRender, watchSize } from "../shared/view_life.js";
 import {
   drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, makeByteTicks, shortenZeros,
@@ -209,8 +210,7 @@ class TuningPage {
   listen() {
     /** @type {(event: MouseEvent) => [number, number, number]} */
     const find = (event) => {
-      const box = this.chart.getBoundingClientRect();
-      const x = event.clientX - box.left, y = event.clientY - box.top;
+      const [x, y] = locatePointer(event, this.chart);
       return [this.layout ? findNearestPoint(this.layout.places, x, y, REACH_PX) : -1, x, y];
     };
     this.chart.addEventListener("pointermove", (event) => {
