@@ -23,7 +23,7 @@ export function findBlockAt(boxes, x, y) {
 }
 
 /** @type {(boxes: PlanBox[], stage: number, row: number, column: number) => number} */
-function findNearest(boxes, stage, row, column) {
+function findNearestBlock(boxes, stage, row, column) {
   let best = -1, least = Infinity;
   boxes.forEach((box, index) => {
     const far = Math.abs(box.row - row) + Math.abs(box.column - column);
@@ -40,23 +40,23 @@ function findNearest(boxes, stage, row, column) {
 export function moveBlockFocus(boxes, index, key) {
   if (!boxes.length) return -1;
   const last = Math.max(...boxes.map((box) => box.block.stage));
-  if (key === "Home") return findNearest(boxes, 0, 0, 0);
-  if (key === "End") return findNearest(boxes, last, 1e9, 1e9);
+  if (key === "Home") return findNearestBlock(boxes, 0, 0, 0);
+  if (key === "End") return findNearestBlock(boxes, last, 1e9, 1e9);
   /** @type {Record<string, Pair>} */
   const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
   /** @type {Record<string, number>} */
   const jumps = { PageUp: -1, PageDown: 1 };
   if (!(key in steps) && !(key in jumps)) return -1;
-  if (index < 0) return findNearest(boxes, 0, 0, 0);
+  if (index < 0) return findNearestBlock(boxes, 0, 0, 0);
   const { block, row, column } = boxes[index];
-  if (key in jumps) return findNearest(boxes, clamp(block.stage + jumps[key], 0, last), row, column);
+  if (key in jumps) return findNearestBlock(boxes, clamp(block.stage + jumps[key], 0, last), row, column);
   const [down, across] = steps[key];
   const there = boxes.findIndex((box) =>
     box.block.stage === block.stage && box.row === row + down && box.column === column + across);
   if (there >= 0) return there;
   const stage = block.stage + across;
   if (!across || stage < 0 || stage > last) return index;
-  return findNearest(boxes, stage, row, across > 0 ? 0 : 1e9);
+  return findNearestBlock(boxes, stage, row, across > 0 ? 0 : 1e9);
 }
 
 /** Return the lines about a block: its rank, stage and tile, then what its load says, or that it is being counted.
