@@ -7,17 +7,18 @@ import { NetStrip } from "./net_strip.js";
 import { clamp } from "../shared/numbers.js";
 import { PixelReader } from "./pixel_reader.js";
 import { TileCache } from "./pyramid.js";
-import { centreRectangle, countPixels, scaleRectangle } from "../shared/rectangles.js";
+import { centreRectangle, countPixels, findCentre, measureRectangle, scaleRectangle } from "../shared/rectangles.js";
 import { unpackTables } from "../shared/tables.js";
 import { Scene } from "./scene.js";
-import { SLICER_KEYS, describePlace, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
+import {
+  SLICER_KEYS, describeLayer, describePlace, listTileLines, makeClassList, makePieceList,
+} from "./slicer_words.js";
 import {
   findHalo, paintCursor, paintLabels, paintPicture, paintPrediction, paintScale, paintTiles, paintValues,
 } from "./slicing_paint.js";
+import { getVisible } from "./transform.js";
 
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
-const FIELDS_WAIT = "Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.";
-const NO_FIELDS = "The outputs of this layer are no pixels, and have no receptive fields.";
 /** @type {[Reading, string][]} */
 const READINGS = [["layer", "this layer's halo"], ["picture", "cumulative halo"]];
 
@@ -71,11 +72,7 @@ class SlicerView {
   makeToolbar() {
     const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
     /** @type {(text: string, action: () => void, tip: string) => HTMLButtonElement} */
-    const add = (text, action, tip) => {
-      const button = makeButton(text, tip, action);
-      bar.append(button);
-      return button;
-    };
+    const add = (text, action, tip) => bar.appendChild(makeButton(text, tip, action));
     add("zoom in", () => this.scene.zoom(2), "key +");
     add("zoom out", () => this.scene.zoom(0.5), "key -");
     add("whole", () => this.scene.showWhole(), "key 0");
@@ -184,13 +181,6 @@ class SlicerView {
     this.scene.requestPaint();
   }
 
-  /** Return the status line while no pixel is pointed at: the layer, and what receptive fields wait for. */
-  describeView() {
-    const { facts } = this.table;
-    if (!this.model.get("fields")) return facts.title;
-    return facts.operator && facts.out_rows ? `${facts.title}. ${FIELDS_WAIT}` : `${facts.title}. ${NO_FIELDS}`;
-  }
-
   // What the scene asks of its owner.
 
   /** @type {(context: Context, scene: Scene) => void} */
@@ -245,7 +235,7 @@ class SlicerView {
 
   /** No pixel is looked at any more: the status line tells of the layer again. */
   leave() {
-    this.sayLater(() => this.describeView());
+    this.sayLater(() => describeLayer(this.table.facts, this.model.get("fields")));
   }
 
   /** Announce a text once nothing else has been said for a moment.
@@ -295,18 +285,13 @@ class SlicerView {
       return;
     }
     const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
-    /** @type {(start: number, stop: number, low: number, high: number) => number} */
-    const nearest = (start, stop, low, high) => clamp((start + stop) / 2, low, high);
-    const [y, x] = [nearest(piece[0], piece[2], own[0], own[2]), nearest(piece[1], piece[3], own[1], own[3])];
-    const side = SEAM_PX * Math.max(...this.getPixel());
-    this.scene.showRectangle(centreRectangle([x, y], [side, side]));
+    const [x, y] = findCentre(piece), side = SEAM_PX * Math.max(...this.getPixel());
+    this.scene.showRectangle(centreRectangle([clamp(x, own[1], own[3]), clamp(y, own[0], own[2])], [side, side]));
   }
 
   settle() {
-    const [left, top] = [-this.scene.transform.x, -this.scene.transform.y].map((each) => each / this.scene.transform.scale);
-    const [width, height] = this.scene.view.map((each) => each / this.scene.transform.scale);
-    const place = this.scene.isWhole ? [] : [top + height / 2, left + width / 2, Math.min(width, height)].map(Math.round);
-    this.set("place", place);
+    const visible = getVisible(this.scene.transform, this.scene.view), [x, y] = findCentre(visible);
+    this.set("place", this.scene.isWhole ? [] : [y, x, Math.min(...measureRectangle(visible))].map(Math.round));
   }
 }
 

@@ -6,6 +6,8 @@ import { chooseTileColour } from "./halo_shapes.js";
 
 const WHOLE_READING = "Shown: all pixels of the picture that its outputs read through windows. Grey: all others.";
 const LAYER_READING = "Tinted in the owner's colour: what it borrows. Grey: what it does not need.";
+const FIELDS_WAIT = "Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.";
+const NO_FIELDS = "The outputs of this layer are no pixels, and have no receptive fields.";
 
 /** What the pointer and the keys do on the picture. */
 export const SLICER_KEYS = [
@@ -14,6 +16,13 @@ export const SLICER_KEYS = [
   ["h", "the halo from close by"], ["c", "this layer's halo, or the cumulative one"], ["f", "receptive fields"],
   ["o", "the predicted map"],
 ];
+
+/** Return the line about a layer while no pixel is pointed at, with what receptive fields wait for if they are on.
+ * @type {(facts: LayerFacts, fields: boolean) => string} */
+export function describeLayer(facts, fields) {
+  if (!fields) return facts.title;
+  return `${facts.title}. ${facts.operator && facts.out_rows ? FIELDS_WAIT : NO_FIELDS}`;
+}
 
 /** Return the lines about a tile at a layer; `remarks` are those on the tiles of each stage.
  * @type {(table: LayerTable, tile: number, reading: Reading, remarks: SlicerFacts["remarks"]) => string[]} */

@@ -160,8 +160,7 @@ export class MessageStrips {
     const palette = this.palettes[Number(back)], share = high > low ? (number - low) / (high - low) : 0;
     const at = Math.round(share * 255);
     const [red, green, blue] = palette.slice(4 * at, 4 * at + 3);
-    const cell = makeElement("td", {}, makeElement("span", { text: formatNumber(number) }));
-    cell.style.background = `rgb(${red} ${green} ${blue})`;
-    return cell;
+    const style = `background: rgb(${red} ${green} ${blue})`;
+    return makeElement("td", { style }, makeElement("span", { text: formatNumber(number) }));
   }
 }

@@ -7,8 +7,8 @@ import { formatNumber } from "./step_frames.js";
 export function makeCaption({ title, span, gradient, panels }, palettes) {
   const palette = palettes[Number(gradient)];
   const stops = [0, 64, 128, 192, 255].map((at) => `rgb(${palette.slice(4 * at, 4 * at + 3).join(" ")})`);
-  const bar = makeElement("span", { class: "mpi4dl-scale", "aria-hidden": "true" });
-  bar.style.background = `linear-gradient(90deg, ${stops.join(", ")})`;
+  const style = `background: linear-gradient(90deg, ${stops.join(", ")})`;
+  const bar = makeElement("span", { class: "mpi4dl-scale", "aria-hidden": "true", style });
   const scale = makeElement("span", { class: "mpi4dl-nowrap" }, formatNumber(span[0]), bar, formatNumber(span[1]));
   const ranks = panels.map((each) => each.rank);
   const few = ranks.length < 9 ? ranks.join(", ") : `${ranks[0]} … ${ranks.at(-1)}`;

@@ -161,7 +161,5 @@ function makeGroup(name, look, ...parts) {
 
 /** @type {(sign: string, colour: string) => Element} */
 function makeMark(sign, colour) {
-  const mark = makeElement("span", { class: "mpi4dl-mark", text: sign });
-  mark.style.background = colour;
-  return mark;
+  return makeElement("span", { class: "mpi4dl-mark", text: sign, style: `background: ${colour}` });
 }

@@ -12,7 +12,7 @@ export class StepTable {
     this.rows = setup.ranks.map((rank, index) => this.makeRow(rank, index));
     const used = new Set(setup.schedule.lanes.flat().map((slot) => slot[3]));
     const legend = [...used].sort((a, b) => a - b).map((look) => {
-      const swatch = this.paintLook(makeElement("span", { class: "mpi4dl-swatch" }), look);
+      const swatch = makeElement("span", { class: "mpi4dl-swatch", style: `background: ${this.backgrounds[look]}` });
       return makeElement("span", { class: "mpi4dl-look" }, swatch, setup.looks[look].name);
     });
     const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
@@ -31,10 +31,9 @@ export class StepTable {
   makeRow(rank, index) {
     const { lanes, length } = this.setup.schedule;
     const slots = lanes[index].map(([start, stop, text, look]) => {
-      const slot = this.paintLook(makeElement("span", { class: "mpi4dl-slot" }, makeElement("span", { text })), look);
-      slot.style.left = `${(100 * start) / length}%`;
-      slot.style.width = `${(100 * (stop - start)) / length}%`;
-      return slot;
+      const place = `left: ${(100 * start) / length}%; width: ${(100 * (stop - start)) / length}%`;
+      const style = `${place}; background: ${this.backgrounds[look]}`;
+      return makeElement("span", { class: "mpi4dl-slot", style }, makeElement("span", { text }));
     });
     const marker = makeElement("span", { class: "mpi4dl-slot-marker" });
     const lane = makeElement("div", { class: "mpi4dl-lane", role: "img" }, ...slots, marker);
@@ -42,12 +41,6 @@ export class StepTable {
     const name = makeElement("th", { scope: "row" }, makeElement("b", { text: index }), ` ${rank.role}`);
     const row = makeElement("tr", {}, name, makeElement("td", {}, lane), did, next, memory);
     return { row, lane, marker, did, next, memory };
-  }
-
-  /** @type {<Made extends HTMLElement>(element: Made, look: number) => Made} */
-  paintLook(element, look) {
-    element.style.background = this.backgrounds[look];
-    return element;
   }
 
   /** @type {(meta: FrameMeta) => void} */

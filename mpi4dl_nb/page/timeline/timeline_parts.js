@@ -53,11 +53,7 @@ export function describeTimeline(words) {
  * @type {(shares: HTMLElement, words: TimelineWords, theme: Theme) => void} */
 export function fillShares(shares, words, { paper, ink }) {
   /** @type {(look: Look, name: string) => HTMLElement} */
-  const swatch = (look, name) => {
-    const made = makeElement("span", { class: name });
-    made.style.background = makeSwatch(look, paper, ink);
-    return made;
-  };
+  const swatch = (look, name) => makeElement("span", { class: name, style: `background: ${makeSwatch(look, paper, ink)}` });
   const used = words.shares.filter(({ share }) => share > 0);
   const bars = used.map((each) => {
     const bar = swatch(each, "mpi4dl-share");
@@ -76,10 +72,9 @@ export function fillLegend(legend, scene, { paper, ink }, press) {
   const { words, events } = scene, used = new Set(events.look);
   if (events.wait.some((each) => each > 0)) used.add(words.wait);
   const entries = [...used].sort((a, b) => a - b).map((look) => {
-    const { name } = words.looks[look], swatch = makeElement("span", { class: "mpi4dl-swatch" });
-    swatch.style.background = makeSwatch(words.looks[look], paper, ink);
+    const { name } = words.looks[look], style = `background: ${makeSwatch(words.looks[look], paper, ink)}`;
     const entry = makeButton(name, undefined, () => press(name), { "aria-pressed": String(scene.query === name) });
-    entry.prepend(swatch);
+    entry.prepend(makeElement("span", { class: "mpi4dl-swatch", style }));
     return entry;
   });
   const thin = words.counts.length > 1 ? [makeElement("span", { text: "thin bars: predicted" })] : [];

@@ -119,8 +119,7 @@ class TuningPage {
     return order.map((at) => {
       const { kind, number, failure } = points[at], { predicted, measured } = places[at];
       const { colour, shape } = kinds[kind], end = measured ?? predicted;
-      const group = makeSvg("g", { class: `mpi4dl-tuning-point${number ? "" : " too-large"}` });
-      group.style.setProperty("--kind", colour);
+      const group = makeSvg("g", { class: `mpi4dl-tuning-point${number ? "" : " too-large"}`, style: `--kind: ${colour}` });
       if (measured) {
         group.append(makeSvg("path", { class: "way", d: `M${predicted.join(" ")}L${measured.join(" ")}` }),
           makeSvg("path", { class: "was", d: drawPointShape(shape, 4), transform: `translate(${predicted})` }));
@@ -143,10 +142,9 @@ class TuningPage {
   drawLegend({ kinds, points }) {
     /** @type {(d: string, name: string, colour: string, kind?: string) => Element} */
     const entry = (d, name, colour, kind = "predicted") => {
-      const icon = makeSvg("svg", { width: 20, height: 18, viewBox: "-10 -9 20 18", "aria-hidden": "true" },
-        makeSvg("g", { class: "mpi4dl-tuning-point" }, makeSvg("path", { class: kind, d })));
-      icon.style.setProperty("--kind", colour);
-      return makeElement("span", {}, icon, name);
+      const box = { width: 20, height: 18, viewBox: "-10 -9 20 18", "aria-hidden": "true" };
+      const mark = makeSvg("g", { class: "mpi4dl-tuning-point" }, makeSvg("path", { class: kind, d }));
+      return makeElement("span", {}, makeSvg("svg", { ...box, style: `--kind: ${colour}` }, mark), name);
     };
     const shown = Object.values(kinds).map(({ name, colour, shape }) => entry(drawPointShape(shape, 6), name, colour));
     shown.push(entry("M-9-4H0V4H9", "front: none is better in both", "var(--ink)", "mpi4dl-tuning-front"));
