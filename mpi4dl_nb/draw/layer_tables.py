@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
 from mpi4dl_nb.draw.packed_tables import pack_tables
-from mpi4dl_nb.draw.picture_reach import describe_reach, explain_no_reach, make_reach
+from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
-from mpi4dl_nb.engines.geometry.tiles import Tile, guess_pixel_axes
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile, guess_pixel_axes
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
 from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
@@ -45,7 +45,7 @@ def build_layer_tables(
         of_model = layers if point.readers else None  # else the point is the picture itself
         reach = None if of_model is None else make_reach(of_model, point, picture)
         spans = tuple(map(FieldSpans.whole, point.size_px)) if of_model is None else of_model.get_spans(point)
-        ranks, numbers, (rows, cols) = point.ranks.ranks, point.numbers, point.size_px
+        ranks, (rows, cols) = point.ranks.ranks, point.size_px
         pieces = [(move, rank) for rank in ranks for move in point.find_halo(rank)]
         out_rows, out_cols = (len(axis.starts) for axis in spans) if spans else (0, 0)
         why = "" if of_model is None else explain_no_reach(of_model, point)
@@ -72,21 +72,24 @@ def build_layer_tables(
                 "words": words,
             }
         )
-        tables.append(
-            {
-                "owned": _list_sides(point.tiles.values()),
-                "windows": _list_sides(point.get_window(rank) & Tile.whole(rows, cols) for rank in ranks),
-                "sources": np.array([numbers[move.source] for move, _ in pieces], np.int32),
-                "targets": np.array([numbers[rank] for _, rank in pieces], np.int32),
-                "pieces": _list_sides(move.tile for move, _ in pieces),
-                "seen": _list_sides((reach.seen if reach else point.tiles).values()),
-                # What depends on nothing has a start beyond its stop: here both are 0.
-                "fields": [
-                    np.where(axis.starts < axis.stops, (axis.starts, axis.stops), 0).T.astype(np.int32) for axis in spans
-                ],
-            }
-        )
+        # What depends on nothing has a start beyond its stop: here both are 0.
+        fields = [np.where(axis.starts < axis.stops, (axis.starts, axis.stops), 0).T for axis in spans]
+        tables.append(_make_tables(point, pieces, reach) | {"fields": [axis.astype(np.int32) for axis in fields]})
     return tuple(facts), pack_tables(tables)
+
+
+def _make_tables(
+    point: HaloPoint, pieces: Sequence[tuple[Move, int]], reach: PictureReach | None
+) -> dict[str, NDArray[np.int32]]:
+    whole = Tile.whole(*point.size_px)
+    return {
+        "owned": _list_sides(point.tiles.values()),
+        "windows": _list_sides(point.get_window(rank) & whole for rank in point.ranks.ranks),
+        "sources": np.array([point.numbers[move.source] for move, _ in pieces], np.int32),
+        "targets": np.array([point.numbers[rank] for _, rank in pieces], np.int32),
+        "pieces": _list_sides(move.tile for move, _ in pieces),
+        "seen": _list_sides((reach.seen if reach else point.tiles).values()),
+    }
 
 
 def _list_sides(tiles: Iterable[Tile]) -> NDArray[np.int32]:

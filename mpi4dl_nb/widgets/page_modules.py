@@ -1,6 +1,7 @@
 """Joins the ES modules of `mpi4dl_nb/page` into one: a notebook takes the code of a widget as a single module.
 
-There is a folder for each widget, and `shared` for what several need.
+There is a folder for each widget, and `shared` for what several need. A widget gets texts: with the path of a
+file it would be connected to a watcher of the file, which keeps it in memory for good.
 """
 
 from __future__ import annotations
@@ -57,12 +58,4 @@ def wrap_module(code: str) -> str:
 
 def read_style(*files: str) -> str:
     """Return the style sheet of all widgets, followed by `files`."""
-    return "\n".join(map(read_code, ("shared/page.css", *files)))
-
-
-def read_code(file: str) -> str:
-    """Return the text of a file of the page.
-
-    A widget that has the path instead is connected to a watcher of the file, which keeps it in memory for good.
-    """
-    return FOLDER.joinpath(file).read_text(encoding="utf-8")
+    return "\n".join(FOLDER.joinpath(file).read_text(encoding="utf-8") for file in ("shared/page.css", *files))

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ipywidgets
-import traitlets
 
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.draw.step_frame import (
-    FRAME_PX,
-    StepFrame,
-    StepRecord,
-    describe_progress,
-    describe_scene,
-    make_palettes,
-    pack_frame,
-)
+from mpi4dl_nb.draw.step_frame import FRAME_PX, StepRecord, describe_progress, describe_scene, pack_frame
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
 from mpi4dl_nb.engines.compiler.steps import StepCounts
 from mpi4dl_nb.engines.errors import PlanError
@@ -28,102 +18,16 @@ from mpi4dl_nb.engines.train.step_events import StepView
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_dropdown
-from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, Request
 from mpi4dl_nb.widgets.saved_frame import FRAME_RECORD_BYTES
-from mpi4dl_nb.widgets.saved_view import Answer, SavedPart, SavedView, make_key
+from mpi4dl_nb.widgets.saved_view import SavedPart
+from mpi4dl_nb.widgets.step_scene import GRADIENT, StepScene
 
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
 SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))
 PHASES = (ANY, "forward", "backward", "update")
-RUNS = (
-    ("n", "Instruction", "one instruction"),
-    ("l", "Layer", "to the end of the layer"),
-    ("m", "Micro-batch", "to the end of a micro-batch's pass through a stage"),
-    ("p", "Phase", "all forward, all back, or the update"),
-    ("b", "To breakpoint", "until an instruction of all that is chosen below is done"),
-    ("f", "Finish", "the rest of the step at full speed; weights move at the end"),
-    ("r", "Restart", "from the beginning of the step; nothing has changed"),
-)
-GRADIENT = "g"
 RECORDED = 256
 """The most instructions of a walk that are recorded one by one; more run at once first, and the page says so."""
-
-
-class StepScene(BoundedView):
-    """The ranks of a debugged step, animated, with a record of its frames.
-
-    `runs` lists what the ranks can run, each as its key, its name, and what it does. `on_key(key)` handles the keys in
-    `accepts`, `on_focus(index)` a message that was chosen on the page, and `on_rest()` is called when nothing has
-    happened on the page for a second. `trouble` is what was refused, shown in the place of the title. `list_frames`
-    returns the frames for a page that is opened later.
-    """
-
-    _esm = join_modules("stepper/stepper_view.js")
-    _css = read_style("stepper/stepper.css")
-    setup = traitlets.Dict().tag(sync=True)
-    palettes = traitlets.Bytes(b"").tag(sync=True)
-    meta = traitlets.Dict().tag(sync=True)
-    values = traitlets.Bytes(b"").tag(sync=True)
-    focus = traitlets.Int(0).tag(sync=True)
-    alt = traitlets.Unicode("").tag(sync=True)
-    runs: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    accepts = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    trouble = traitlets.Unicode("").tag(sync=True)
-
-    def __init__(
-        self,
-        setup: dict[str, Any],
-        runs: Sequence[tuple[str, str, str]],
-        on_key: Callable[[str], None],
-        on_focus: Callable[[int], None],
-        on_rest: Callable[[], None],
-        is_saved: bool,
-        max_height: int | None,
-    ) -> None:
-        keys = [*(key for key, _, _ in runs), GRADIENT]
-        setup = setup | {"saved": is_saved}
-        super().__init__(setup=setup, palettes=make_palettes(), runs=list(runs), accepts=keys, max_height=max_height)
-        self.list_frames: Callable[[], Sequence[StepFrame]] = tuple
-        self._rules = PageRules(
-            requests={
-                "key": Request(lambda key: key in self.accepts, on_key),
-                "focus": Request(lambda index: type(index) is int, on_focus),
-                "rest": Request(lambda _: True, lambda _: on_rest()),
-                "history": Request(lambda _: True, lambda _: self._send_history()),
-                "newest": Request(lambda _: True, lambda _: self._send_newest()),
-            }
-        )
-
-    def show(self, frame: StepFrame, dropped: Sequence[int], note: str, alt: str, focus: int) -> None:
-        """Show a frame as the newest one. Pages forget the `dropped` ones; `note` says what is missing by now."""
-        self._newest = frame.meta | {"dropped": list(dropped), "note": note}, frame.values
-        with self.hold_sync():  # one message: a description never comes with the values of another frame
-            self.alt, self.focus = alt, focus
-            if self.setup["saved"]:
-                self.values = frame.values
-                self.meta = self._newest[0]
-        if not self.setup["saved"]:
-            self._send_newest()
-
-    def _send_newest(self) -> None:
-        """Send the newest frame in a message, which no file contains."""
-        meta, values = self._newest
-        self.send({"frame": meta}, [values])
-
-    def _send_history(self) -> None:
-        frames = self.list_frames()
-        self.send({"history": [frame.meta for frame in frames]}, [frame.values for frame in frames])
-
-    def save_record(self, frames: Sequence[StepFrame]) -> SavedView:
-        """Return the view with these frames of a step, from the first one on; what needs the ranks is not offered."""
-        first = {"meta": frames[0].meta, "values": frames[0].values, "alt": frames[0].meta["title"], "focus": 0}
-        history = {"history": [frame.meta for frame in frames]}, [frame.values for frame in frames]
-        saved = self.save_view()
-        asked = make_key(True)
-        answers: dict[str, dict[str, Answer]] = {"history": {asked: history}, "rest": {asked: ({}, ())}}
-        return replace(saved, values=saved.values | first | {"accepts": [], "runs": [], "trouble": ""}, answers=answers)
 
 
 class Stepper(PageWidget):
@@ -169,6 +73,29 @@ class Stepper(PageWidget):
         self._shown: StepView | None = None
         self._figure: Drawing | None = None
         self._kept: Drawing | None = None
+        menus = self._make_menus()
+        self._actions: dict[str, Callable[[], object]] = {
+            "n": partial(self._go, "instruction"),
+            "l": partial(self._go, "layer"),
+            "m": partial(self._go, "micro-batch"),
+            "p": partial(self._go, "phase"),
+            "b": self._run_to_breakpoint,
+            "f": self._finish,
+            "r": self._restart,
+        }
+        scene = describe_scene(self.stepping)
+        self.view = StepScene(scene, self._handle_key, self._focus_message, self._rest, save_picture, max_height)
+        self.view.list_frames = lambda: self.record.frames
+        super().__init__([], self.view)
+        self.children = (*self.children, *menus)  # what is set less often stands below the picture
+        self.trouble.layout.display = "none"  # the view shows it, in a place that is free for it
+        for control in (self.show, self.channel, self.image):
+            control.observe(lambda _: self.refresh(), "value")
+        self.message.observe(lambda _: self._show_focus(), "value")
+        self.refresh()
+
+    def _make_menus(self) -> list[ipywidgets.HBox]:
+        """Return the rows of menus: who goes on and where to stop, and what is shown."""
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
         shown = "Activation, gradient, or what the last instruction made"
         self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on", "15em")
@@ -181,37 +108,11 @@ class Stepper(PageWidget):
         self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
         moved = "Of the messages that have just moved, whose values are shown"
         self.message = make_dropdown("Message", [("none", 0)], 0, moved, "35em")
-        self._actions: dict[str, Callable[[], object]] = {
-            "n": partial(self._go, "instruction"),
-            "l": partial(self._go, "layer"),
-            "m": partial(self._go, "micro-batch"),
-            "p": partial(self._go, "phase"),
-            "b": self._run_to_breakpoint,
-            "f": self._finish,
-            "r": self._restart,
-        }
         rows = [
             [self.of, self.kind, self.phase, self.rank, self.layer],
             [self.show, self.channel, self.image, self.message],
         ]
-        boxes = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
-        self.view = StepScene(
-            describe_scene(self.stepping),
-            RUNS,
-            self._handle_key,
-            self._focus_message,
-            self._rest,
-            save_picture,
-            max_height,
-        )
-        self.view.list_frames = lambda: self.record.frames
-        super().__init__([], self.view)
-        self.children = (*self.children, *boxes)  # what is set less often stands below the picture
-        self.trouble.layout.display = "none"  # the view shows it, in a place that is free for it
-        for control in (self.show, self.channel, self.image):
-            control.observe(lambda _: self.refresh(), "value")
-        self.message.observe(lambda _: self._show_focus(), "value")
-        self.refresh()
+        return [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
 
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
         return self._save_record(self.record)

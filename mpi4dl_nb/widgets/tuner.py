@@ -26,7 +26,7 @@ from mpi4dl_nb.engines.train.recipe import sgd
 from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, make_dropdown
-from mpi4dl_nb.widgets.page_modules import join_modules, read_code, read_style
+from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 from mpi4dl_nb.widgets.page_view import BoundedView, PageRules, PageView, Request
 from mpi4dl_nb.widgets.saved_view import SavedPart
 
@@ -41,7 +41,7 @@ class ChoiceTable(PageView):
     """
 
     _esm = join_modules("tuning/choice_table.js")
-    _css = read_code("tuning/choice_table.css")
+    _css = read_style("tuning/choice_table.css")
     html = traitlets.Unicode("").tag(sync=True)
     chosen = traitlets.Unicode("").tag(sync=True)
     summary = traitlets.Unicode("").tag(sync=True)

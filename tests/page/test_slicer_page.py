@@ -15,7 +15,7 @@ from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.inference.class_map import make_colours
 from mpi4dl_nb.engines.models import resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
-from mpi4dl_nb.widgets import slicer as module
+from mpi4dl_nb.widgets import slicer_view as module
 from mpi4dl_nb.widgets.page_modules import read_style
 from tests.page.harness import PageHarness
 

@@ -132,7 +132,7 @@ def test_an_image_that_cannot_be_read_leaves_the_figure(slicer: Slicer, monkeypa
     def fail(*_: object) -> None:
         raise OSError("of a slide that the caller has opened")
 
-    monkeypatch.setattr("mpi4dl_nb.widgets.slicer.encode_pyramid", fail)
+    monkeypatch.setattr("mpi4dl_nb.widgets.slicer_view.encode_pyramid", fail)
     assert "<img" in slicer._snapshot_html
     assert "<iframe" not in slicer._snapshot_html
 

@@ -19,7 +19,7 @@ from mpi4dl_nb.engines.images.picture_reader import Level, Picture
 from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
-from mpi4dl_nb.widgets import slicer as module
+from mpi4dl_nb.widgets import slicer_view as module
 from tests.compiler.test_tokens import GlobalContext
 from tests.images.made_slides import find_shared
 from tests.tables import unpack_tables

@@ -129,7 +129,6 @@ export class PlanPicture {
     const [width, height] = this.view, context = fitCanvas(this.still, width, height);
     this.colours = readColours(this.host);
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
-    context.clearRect(0, 0, width, height);
     this.paintScene(context, this.scene, this.size);
     this.request();
   }
@@ -153,7 +152,6 @@ export class PlanPicture {
 
   draw() {
     const [width, height] = this.view, context = fitCanvas(this.canvas, width, height);
-    context.clearRect(0, 0, width, height);
     context.drawImage(this.still, 0, 0, width, height);
     for (const [index, edge] of [[this.focused, 3], [this.hovered, 2]]) {
       const box = this.scene?.boxes[index];

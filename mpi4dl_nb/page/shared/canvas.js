@@ -18,7 +18,7 @@ export function makeOffscreen(wide, high, settings) {
   return /** @type {OffscreenContext} */ (new OffscreenCanvas(wide, high).getContext("2d", settings));
 }
 
-/** Return the context of a canvas that is `wide` x `high` px of the page, whose unit is such a px.
+/** Return the context of an empty canvas that is `wide` x `high` px of the page, whose unit is such a px.
  * @type {(canvas: HTMLCanvasElement, wide: number, high: number) => Context} */
 export function fitCanvas(canvas, wide, high) {
   const ratio = devicePixelRatio || 1, [width, height] = [wide, high].map((side) => Math.round(side * ratio));
@@ -28,6 +28,7 @@ export function fitCanvas(canvas, wide, high) {
   }
   const context = getContext(canvas);
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, wide, high);
   return context;
 }
 

@@ -52,6 +52,12 @@ export function makeButton(text, title, act, attributes = {}) {
   return button;
 }
 
+/** Return a button with a sign in place of a text, and with a name.
+ * @type {(sign: string, name: string, act: () => void) => HTMLButtonElement} */
+export function makeSignButton(sign, name, act) {
+  return makeButton(sign, name, act, { "aria-label": name });
+}
+
 /** Call `rebuild`. If it removes the focused button of `host`, focus the new one of the same name, or else `host`.
  * @type {(host: HTMLElement, rebuild: () => void) => void} */
 export function keepFocus(host, rebuild) {

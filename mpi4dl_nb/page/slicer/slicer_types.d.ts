@@ -1,4 +1,4 @@
-// Types of the slicer: what the kernel tells (mpi4dl_nb/widgets/slicer.py, mpi4dl_nb/draw/layer_tables.py), the view.
+// Types of the slicer: what the kernel tells (mpi4dl_nb/widgets/slicer_view.py, mpi4dl_nb/draw/layer_tables.py), the view.
 
 /** A layer. Without a model it has no `operator`. */
 interface LayerFacts {

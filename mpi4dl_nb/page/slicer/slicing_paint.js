@@ -136,13 +136,9 @@ function listTileEdges(scene, table) {
 /** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue.
  * @type {(context: Context, edges: Rectangle) => void} */
 function paintSeam(context, [top, left, bottom, right]) {
-  /** @type {[string, number][]} */
-  const strokes = [["rgb(255 255 255 / 75%)", 1], [DARK, 0]];
-  for (const [colour, shift] of strokes) {
-    context.strokeStyle = colour;
-    context.lineWidth = 1;
-    context.strokeRect(Math.round(left) + 0.5 - shift, Math.round(top) + 0.5 - shift, right - left, bottom - top);
-  }
+  const [y, x] = [Math.round(top) + 0.5, Math.round(left) + 0.5], [high, wide] = [bottom - top, right - left];
+  strokeRectangle(context, [y - 1, x - 1, y - 1 + high, x - 1 + wide], "rgb(255 255 255 / 75%)", 1);
+  strokeRectangle(context, [y, x, y + high, x + wide], DARK, 1);
 }
 
 /** @type {(context: Context, scene: SceneView, needed: Rectangle, shown: ScreenPiece[]) => void} */

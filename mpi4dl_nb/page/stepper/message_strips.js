@@ -1,5 +1,5 @@
 // The values of one message in numbers: what was there before, what arrived, and what is there after.
-import { keepFocus, makeButton, makeElement } from "../shared/elements.js";
+import { keepFocus, makeElement, makeSignButton } from "../shared/elements.js";
 import { clamp } from "../shared/numbers.js";
 import { NO_FRAME, formatNumber, readValues } from "./step_frames.js";
 
@@ -74,9 +74,9 @@ export class MessageStrips {
     }
     const message = messages[focus], [what, way, size] = message.words;
     const head = makeElement("div", { class: "mpi4dl-strips-head" },
-      this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
+      makeSignButton("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
-      this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
+      makeSignButton("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
     const told = makeElement("div", {}, head,
       makeElement("p", { text: `${what}: ${way}`, title: size }), makeElement("p", { class: "mpi4dl-faint mpi4dl-strips-size", text: size }));
     return [told, ...this.makeTables(frame, message)];
@@ -108,11 +108,6 @@ export class MessageStrips {
     return Array.from({ length: count }, (_, at) => (values ? formatNumber(values[at]) : "–"));
   }
 
-  /** @type {(text: string, name: string, act: () => void) => HTMLButtonElement} */
-  makeTurn(text, name, act) {
-    return makeButton(text, name, act, { "aria-label": name });
-  }
-
   /** @type {(frame: StepFrame, message: StepMessage) => Element[]} */
   makeTables(frame, message) {
     const values = [message.before, message.arrived, message.after].map((place) => readValues(frame, place));
@@ -137,8 +132,8 @@ export class MessageStrips {
     };
     const shown = `${cut.along}s ${cut.first} to ${cut.first + LONG - 1}`;
     const bar = makeElement("div", { class: "mpi4dl-strips-move" },
-      this.makeTurn("←", "Cells before", () => move(-1)), makeElement("span", { text: shown }),
-      this.makeTurn("→", "Cells after", () => move(1)));
+      makeSignButton("←", "Cells before", () => move(-1)), makeElement("span", { text: shown }),
+      makeSignButton("→", "Cells after", () => move(1)));
     return [bar, ...tables];
   }
 

@@ -136,7 +136,6 @@ export class StepControls {
     if (!wide || painted === this.painted) return;
     this.painted = painted;
     const context = fitCanvas(canvas, wide, HIGH), step = getFrameWidth(wide, frames.length), gap = step > 5 ? 1 : 0;
-    context.clearRect(0, 0, wide, HIGH);
     setLetters(context, `600 11px ${FONT}`, look.line, "center");
     context.fillRect(0, HIGH / 2 - 0.5, wide, 1);
     frames.forEach(({ meta }, index) => {

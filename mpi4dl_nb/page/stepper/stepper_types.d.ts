@@ -1,4 +1,4 @@
-// Types of a debugged step: what the kernel tells (mpi4dl_nb/draw/step_frame.py, mpi4dl_nb/widgets/stepper.py), and where
+// Types of a debugged step: what the kernel tells (mpi4dl_nb/draw/step_frame.py, mpi4dl_nb/widgets/step_scene.py), and where
 // it is drawn.
 
 /** Which of the values of a frame something has; null if they are not kept. */

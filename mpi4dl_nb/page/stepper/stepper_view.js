@@ -78,6 +78,15 @@ class StepperView {
     watchTheme(resize, signal);
     boundHeight(this.parts.root, model, resize, signal);
     this.controls.showTrouble(model.get("trouble"));
+    this.follow(signal);
+    this.take();
+    if (!this.setup.saved) model.send({ newest: true });
+    else if (model.get("meta").number || model.get("unavailable")) model.send({ history: true });
+  }
+
+  /** @type {(signal: AbortSignal) => void} */
+  follow(signal) {
+    const { model } = this;
     followModel(model, {
       "change:meta": () => this.take(),
       "change:focus": () => { if (!this.player.recorded) this.setFocus(model.get("focus")); },
@@ -85,9 +94,6 @@ class StepperView {
       "change:trouble": () => this.controls.showTrouble(model.get("trouble")),
       "msg:custom": (content, buffers) => this.receive(content, buffers),
     }, signal);
-    this.take();
-    if (!this.setup.saved) model.send({ newest: true });
-    else if (model.get("meta").number || model.get("unavailable")) model.send({ history: true });
   }
 
   take() {
@@ -206,8 +212,7 @@ class StepperView {
       const lasts = getDuration(this.frame.meta) / this.player.speed;
       this.progress = Math.min(1, (performance.now() - this.started) / lasts);
     }
-    const context = fitCanvas(this.parts.canvas, this.stageWide, this.layout.high);
-    context.clearRect(0, 0, this.stageWide, this.layout.high);
+    fitCanvas(this.parts.canvas, this.stageWide, this.layout.high);
     this.painter.paint(this.layout, this.progress, this.focus, this.look, this.cursor);
     this.controls.update();
     this.controls.paint(this.look);

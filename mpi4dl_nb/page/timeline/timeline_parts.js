@@ -1,14 +1,12 @@
 // The elements of a timeline beside its canvas: title, shares of the time, search, buttons and legend.
 
-import { keepFocus, makeButton, makeElement } from "../shared/elements.js";
+import { keepFocus, makeButton, makeElement, makeSignButton } from "../shared/elements.js";
 import { formatShare } from "../shared/format.js";
 import { makeSwatch } from "../shared/textures.js";
 
 /** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn.
  * @type {(actions: TimelineActions) => TimelineParts} */
 export function makeTimelineParts(actions) {
-  /** @type {(text: string, label: string, act: () => void) => HTMLButtonElement} */
-  const button = (text, label, act) => makeButton(text, label, act, { "aria-label": label });
   const parts = {
     title: makeElement("div", { class: "mpi4dl-timeline-title" }),
     shares: makeElement("div", { class: "mpi4dl-shares" }),
@@ -17,7 +15,7 @@ export function makeTimelineParts(actions) {
       "aria-label": "search for layers, kinds, passes or labels",
       "data-lm-suppress-shortcuts": "true", spellcheck: "false",
     }),
-    steppers: [button("‹", "previous match", actions.goBack), button("›", "next match", actions.goOn)],
+    steppers: [makeSignButton("‹", "previous match", actions.goBack), makeSignButton("›", "next match", actions.goOn)],
     count: makeElement("span", { class: "mpi4dl-timeline-count", role: "status" }),
     shown: makeElement("span", { class: "mpi4dl-timeline-count" }),
     canvas: makeElement("canvas", {
@@ -33,8 +31,8 @@ export function makeTimelineParts(actions) {
     }),
   };
   const tools = makeElement("div", { class: "mpi4dl-timeline-tools" }, parts.search, ...parts.steppers, parts.count,
-    makeElement("span", { class: "mpi4dl-gap" }), parts.shown, button("−", "zoom out", actions.zoomOut),
-    button("+", "zoom in", actions.zoomIn), button("All", "show all of the step", actions.showAll));
+    makeElement("span", { class: "mpi4dl-gap" }), parts.shown, makeSignButton("−", "zoom out", actions.zoomOut),
+    makeSignButton("+", "zoom in", actions.zoomIn), makeSignButton("All", "show all of the step", actions.showAll));
   const stack = makeElement("div", { class: "mpi4dl-timeline-stack" }, parts.canvas, parts.marks);
   const room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview, stack);
   return { ...parts, tools, stack, room };
