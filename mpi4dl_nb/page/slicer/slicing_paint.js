@@ -5,7 +5,9 @@ import { DARK, FONT, WHITE, strokeRectangle } from "../shared/canvas.js";
 import { chooseScaleBar } from "../shared/format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
-import { countPixels, growRectangle, intersectRectangles, joinRectangles, scaleRectangle, toBox } from "../shared/rectangles.js";
+import {
+  countPixels, growRectangle, intersectRectangles, joinRectangles, scaleRectangle, toBox,
+} from "../shared/rectangles.js";
 import { getVisible } from "./transform.js";
 
 const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn

@@ -89,7 +89,8 @@ export class MessageStrips {
     if (!terms.length) return [told, makeElement("p", { class: "mpi4dl-faint", text: "Its values are not kept here." })];
     /** @type {["before" | "after", string][]} */
     const sides = [["before", "the rank's own"], ["after", "the sum"]];
-    const numbers = Math.min(count, Math.max(...terms.flatMap((term) => sides.map(([side]) => readValues(frame, term[side])?.wide ?? 0))));
+    const held = terms.flatMap((term) => sides.map(([side]) => readValues(frame, term[side])?.wide ?? 0));
+    const numbers = Math.min(count, Math.max(...held));
     const heads = sides.map(([side, meaning]) =>
       makeElement("th", { scope: "colgroup", colspan: numbers, text: `${side}: ${meaning}` }));
     const rows = terms.slice(0, MOST_TERMS).map((term) => makeElement("tr", {},
