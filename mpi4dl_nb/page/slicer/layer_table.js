@@ -3,6 +3,7 @@
 
 import { isInside, readRectangle } from "../shared/rectangles.js";
 
+/** What a page knows of a layer: the facts and the tables that the kernel has sent. */
 export class LayerTable {
   /** @param {LayerFacts} facts
    * @param {LayerNumbers} numbers */
