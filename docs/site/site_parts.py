@@ -19,6 +19,7 @@ from sphinx.writers.html5 import HTML5Translator
 import mpi4dl_nb
 
 PUBLIC = frozenset(mpi4dl_nb.__all__)
+README_TITLE = "Install and train"  # as in docs/index.md
 
 
 class SavedPageDirective(SphinxDirective):
@@ -79,6 +80,14 @@ def drop_widget_state(app: Sphinx, _: nodes.document) -> None:
     app.env.nb_metadata.get(app.env.docname, {}).pop("js_files", None)
 
 
+def name_readme(app: Sphinx, env: BuildEnvironment) -> None:
+    """Name README's page as the menu does, in its tab, in searches and in links to the next page.
+
+    Its heading is the project's name, and so is that of the start page.
+    """
+    env.titles["README"] = env.longtitles["README"] = nodes.title("", README_TITLE)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the parts to Sphinx."""
     app.add_directive("saved-page", SavedPageDirective)
@@ -86,4 +95,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("missing-reference", resolve_type)
     app.connect("doctree-read", drop_widget_state)
+    app.connect("env-check-consistency", name_readme)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

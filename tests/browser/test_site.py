@@ -92,3 +92,13 @@ def test_a_search_finds_halos(site: Path, open_window):
     results.filter(has_text="Glossary").get_by_role("link").click()
     page.wait_for_url(re.compile("glossary"))
     assert problems == []
+
+
+def test_the_start_page_and_the_next_one_have_different_names(site: Path, open_window):
+    page, problems = open_window(WIDTHS[0])
+    page.goto((site / "docs/index.html").as_uri())
+    expect(page.locator("a.next-page")).to_contain_text("Install and train")
+    page.locator("a.next-page").click()
+    page.wait_for_url(re.compile(r"README\.html$"))
+    assert page.title() == "Install and train - mpi4dl_nb"
+    assert problems == []
