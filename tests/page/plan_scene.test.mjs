@@ -4,10 +4,12 @@ import test from "node:test";
 import { fillFront } from "../../mpi4dl_nb/page/plan/plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "../../mpi4dl_nb/page/plan/plan_focus.js";
 import { fillTexture, getTexture } from "../../mpi4dl_nb/page/plan/plan_paint.js";
-import { buildPlanScene, fitPlanScene, placeBlock, readBlocks } from "../../mpi4dl_nb/page/plan/plan_scene.js";
+import {
+  buildPlanScene, fitPlanScene, placeBlock, placePlanScene, readBlocks,
+} from "../../mpi4dl_nb/page/plan/plan_scene.js";
 
 const STAGES = [
-  { name: "stage 0", words: "2 x 3 tiles of 32 x 32 px", cols: 3, spatial: true, shared: false },
+  { name: "stage 0", words: "2 × 3 tiles of 32 × 32 px", cols: 3, spatial: true, shared: false },
   { name: "stage 1", words: "2 ranks share the images", cols: 2, spatial: false, shared: true },
 ];
 const SIZE = [64, 96];
@@ -116,4 +118,11 @@ test("a block is filled from below, and each level has a texture of its own", ()
   assert.deepEqual(fillFront(front, 0.25), [[0, 6], [4, 6], [4, 8], [0, 8]]);
   const textures = [0, 1, 2, 3].map((level) => JSON.stringify(getTexture(level)));
   assert.equal(new Set(textures).size, 4);
+});
+
+test("a narrow view has no words below its sheets, and larger blocks for it", () => {
+  const [narrow, hasWords] = placePlanScene(SCENE, [300, 150]);
+  assert.equal(hasWords, false);
+  assert.ok(narrow.scale > 1.2 * fitPlanScene(SCENE, [300, 150], [14, 14, 58, 36]).scale);
+  assert.equal(placePlanScene(SCENE, [700, 400])[1], true);
 });

@@ -6,10 +6,8 @@ import { makeFrameLoop, watchSize, watchTheme } from "../shared/view_life.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
 import { fillTexture, getBlockFaces } from "./plan_paint.js";
-import { buildPlanScene, fitPlanScene, readBlocks } from "./plan_scene.js";
+import { buildPlanScene, placePlanScene, readBlocks } from "./plan_scene.js";
 
-/** @type {Rectangle} */
-const MARGINS = [14, 14, 58, 36];
 const KEYS = "Arrow keys: next tile, then next stage. Page up and down: stage. Home, End: first and last.";
 
 /** Shows a plan in `host`, and tells what is under the pointer or the focus: in a card, and by `status` aloud. */
@@ -47,6 +45,7 @@ export class PlanPicture {
     /** @type {PlanScene | null} */
     this.scene = null;
     this.transform = { scale: 1, x: 0, y: 0 };
+    this.hasWords = false; // below the names of the sheets
     /** @type {Pair} */
     this.view = [0, 0];
     this.colours = LIGHT;
@@ -115,8 +114,8 @@ export class PlanPicture {
     const { clientWidth: width, clientHeight: height } = this.room;
     if (!width || !height || !this.size) return;
     this.scene = buildPlanScene(this.stages, this.blocks ? readBlocks(this.blocks, this.copy) : [], this.size);
-    this.transform = fitPlanScene(this.scene, [width, height], MARGINS);
     this.view = [width, height];
+    [this.transform, this.hasWords] = placePlanScene(this.scene, this.view);
     this.hovered = -1;
     this.focused = this.scene.boxes.findIndex(({ block }) => block.rank === known?.rank && block.stage === known.stage);
     this.paint();
@@ -145,9 +144,11 @@ export class PlanPicture {
         if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block));
       }
     });
-    writeSheetName(context, scene.foot, transform, "image", `${size[0]} x ${size[1]} px`, room, colours);
-    this.stages.forEach((stage, number) =>
-      writeSheetName(context, scene.sheets[number].foot, transform, stage.name, stage.words, room, colours));
+    /** @type {(foot: Pair, name: string, words: string) => void} */
+    const write = (foot, name, words) =>
+      writeSheetName(context, foot, transform, name, this.hasWords ? words : "", room, colours);
+    write(scene.foot, "image", `${size[0]} × ${size[1]} px`);
+    this.stages.forEach((stage, number) => write(scene.sheets[number].foot, stage.name, stage.words));
   }
 
   draw() {

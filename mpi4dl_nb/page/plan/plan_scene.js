@@ -14,6 +14,7 @@ import { findCentre, findMiddle, readRectangle, scaleRectangle } from "../shared
 const ALONG = [Math.cos(Math.PI / 6), 0.5];
 const MOST_FLOWS = 80;
 const DEPTH = 0.1, SEAM = 0.022, WHOLE = 0.62, GAP = 1.16;
+const WORDS_PX = 84; // from a sheet to the next one where words have room below their names
 
 /** Return the blocks of the ranks of one copy of the model.
  * @type {(columns: BlockColumns, copy: number) => PlanBlock[]} */
@@ -108,6 +109,14 @@ function findFlows(boxes, cuts, stages) {
     from = here.map((box) => box.out);
   }
   return flows;
+}
+
+/** Return the scale and offset of a scene in `view` [width, height], and whether its sheets are wide enough for words
+ * below their names. Where they are not, the scene takes the height of these words, so that its numbers can be read.
+ * @type {(scene: PlanScene, view: Pair) => [Transform, boolean]} */
+export function placePlanScene(scene, view) {
+  const low = fitPlanScene(scene, view, [14, 14, 28, 36]), hasWords = low.scale * scene.gap >= WORDS_PX;
+  return [hasWords ? fitPlanScene(scene, view, [14, 14, 58, 36]) : low, hasWords];
 }
 
 /**
