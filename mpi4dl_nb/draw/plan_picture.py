@@ -52,7 +52,7 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
     Raises PlanError if the image has fewer pixels along an axis than the grid has tiles, or the batch cannot be cut.
 
     >>> count_plan(Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 96)).facts[:2]
-    (('5', 'ranks'), ('4', 'tiles of 32 x 48 px'))
+    (('5', 'ranks'), ('4', 'tiles of 32 × 48 px'))
     """
     count, _, rows, cols = image_shape
     few = plan if plan.replica_ranks <= MOST_BLOCKS else Plan(split_size=1, spatial_size=0)
@@ -85,7 +85,7 @@ def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[st
     tiles = sum(grid.tiles for grid in plan.grids[: plan.spatial_size])
     alike = len(set(plan.grids[: plan.spatial_size])) == 1
     high, wide = plan.grids[0].get_tile(0, rows, cols).shape
-    size = f" of {high} x {wide} px" if alike else ""
+    size = f" of {high} × {wide} px" if alike else ""
     micro = format_count(count // plan.parts, "image")
     facts = [
         _pair(plan.ranks, "rank"),
@@ -104,7 +104,7 @@ def _pair(count: int, name: str, words: str = "") -> tuple[str, str]:
 def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> dict[str, Any]:
     words = "whole images"
     if stage.grid.tiles > 1:
-        words = f"{stage.grid.rows} x {stage.grid.cols} tiles of {tile_px[0]} x {tile_px[1]} px"
+        words = f"{stage.grid.rows} × {stage.grid.cols} tiles of {tile_px[0]} × {tile_px[1]} px"
     elif stage.shares > 1:
         words = f"{stage.shares} ranks share the images"
     return {

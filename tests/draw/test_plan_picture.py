@@ -66,7 +66,7 @@ def test_very_many_ranks_are_counted_but_not_drawn():
     assert len(read_blocks(many)) == 4 * MOST_COPIES
     assert "more copies" in many.left_out
     large = count_plan(Plan(split_size=1, slice_method="200x200"), (1, 3, 4000, 4000))
-    assert large.facts[:2] == (("40,000", "ranks"), ("40,000", "tiles of 20 x 20 px"))
+    assert large.facts[:2] == (("40,000", "ranks"), ("40,000", "tiles of 20 × 20 px"))
     assert (large.blocks, MOST_BLOCKS < 200 * 200, "too many" in large.left_out) == (b"", True, True)
 
 

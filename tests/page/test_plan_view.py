@@ -68,7 +68,7 @@ def measure_places(page: object) -> dict[str, dict[str, float]]:
 
 def test_a_slider_is_turned_by_keyboard_and_its_counts_come_before_the_predictions(bench):
     facts = bench.read("facts").replace("\n", " ").split()
-    assert " ".join(facts) == "5 ranks 4 tiles of 32 x 32 px 2 stages 1 micro-batch of 4 images"
+    assert " ".join(facts) == "5 ranks 4 tiles of 32 × 32 px 2 stages 1 micro-batch of 4 images"
     slider = bench.page.get_by_label("Stages", exact=True)
     slider.focus()
     bench.page.keyboard.press("ArrowRight")
@@ -177,7 +177,7 @@ def test_the_grid_of_tiles_is_two_sliders(bench):
     bench.wait_until(lambda: bench.read("facts").startswith("7"))
     bench.wait()
     assert bench.configurator.plan.slice_method == "2x3"
-    assert bench.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 x 3"
+    assert bench.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 × 3"
 
 
 def test_the_picture_follows_the_theme(bench):

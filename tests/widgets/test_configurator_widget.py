@@ -76,7 +76,7 @@ def test_the_page_has_what_it_draws_of_each_rank_before_it_is_asked(chosen):
     assert [(each["rank"], each["stage"], each["top"], each["bottom"]) for each in read_blocks(view)] == [
         (0, 0, 0, 16), (1, 0, 16, 32), (2, 1, 0, 32)
     ]  # fmt: skip
-    assert view.shape["facts"][:2] == (("3", "ranks"), ("2", "tiles of 16 x 32 px"))
+    assert view.shape["facts"][:2] == (("3", "ranks"), ("2", "tiles of 16 × 32 px"))
     of_rank = unpack_tables(view.rank_groups)
     for rank, load in enumerate(chosen.planning.get_compiled(chosen.plan).loads):
         lines = view.loads["groups"][of_rank[rank]]["lines"]
@@ -108,7 +108,7 @@ def test_a_size_of_the_images_is_a_knob_and_counts_do_not_wait_for_the_trace(cho
     monkeypatch.setattr(TraceCache, "get_graph", lambda self, plan: go_on.wait(20) and get_graph(self, plan))
     chosen.image_px.value = 64
     chosen.batch.value = 2
-    assert chosen.view.shape["facts"][1] == ("4", "tiles of 32 x 32 px")
+    assert chosen.view.shape["facts"][1] == ("4", "tiles of 32 × 32 px")
     assert chosen.view.status["words"] == module.TRACING
     assert chosen.start.disabled
     go_on.set()

@@ -98,7 +98,7 @@ export class PlanControls {
       type: "range", min: 1, max: 16, step: 1, "aria-label": `${option.label}, ${name}`, ...(own ? { id: own } : {}) });
     const sides = [make("rows", id), make("columns")];
     const told = makeElement("output", {}, "");
-    const tell = () => { told.textContent = `${sides[0].value} x ${sides[1].value}`; };
+    const tell = () => { told.textContent = `${sides[0].value} × ${sides[1].value}`; };
     for (const side of sides) {
       side.addEventListener("input", () => { tell(); this.send({ grid: sides.map((each) => Number(each.value)) }); });
     }
