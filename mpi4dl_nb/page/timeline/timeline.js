@@ -115,10 +115,11 @@ class TimelinePage {
     const { scene, parts } = this, width = parts.room.clientWidth, ratio = devicePixelRatio || 1;
     if (!width) return;
     this.recolour();
-    // The rows take what the other parts leave of the height; the line below them depends on the width only.
+    // The rows take what the other parts leave of the height; the line below them depends on the width only. A pixel is
+    // their last line's, and one is lost in rounding: else the view would scroll as its rows do.
     scene.resize(width);
     parts.leftOut.textContent = describeLeftOut(scene.layout);
-    scene.resize(width, readHeightLimit(this.root) - this.root.scrollHeight + parts.stack.offsetHeight);
+    scene.resize(width, readHeightLimit(this.root) - this.root.scrollHeight + parts.stack.offsetHeight - 2);
     scene.pixelRatio = ratio;
     fitCanvas(this.parts.canvas, width, scene.layout.height);
     fitCanvas(this.parts.marks, width, scene.layout.height);
