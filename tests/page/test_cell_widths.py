@@ -120,10 +120,19 @@ def test_the_picture_of_a_plan_is_beside_its_card_where_both_have_room(chromium:
 
 def test_the_chart_of_a_tuner_leaves_room_for_the_chosen_plan_below_it(chromium: object, views: dict[str, Any]):
     harness = PageHarness(chromium, views["tuner"], (1500, 768))
-    for wide_px in (500, 700):
+    for wide_px in (320, 500, 700):
         set_cell_width(harness, wide_px)
-        (_, top, _, high), button = measure_places(harness, ".mpi4dl-tuning", ".mpi4dl-tuning-side button").values()
-        assert button[1] + button[3] <= top + high
+        (_, top, _, high), side = measure_places(harness, ".mpi4dl-tuning", ".mpi4dl-tuning-side").values()
+        assert side[1] + side[3] <= top + high, wide_px
+    harness.close()
+
+
+def test_the_rows_of_a_timeline_are_scrolled_and_not_its_view(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["timeline"], (1500, 768))
+    for wide_px in WIDTHS_PX:
+        set_cell_width(harness, wide_px)
+        hidden_px = harness.page.locator(".mpi4dl-page").evaluate("(view) => view.scrollHeight - view.clientHeight")
+        assert hidden_px <= 0, wide_px
     harness.close()
 
 
@@ -226,4 +235,22 @@ def test_a_message_is_shown_whole_beside_small_tiles(chromium: object, stepper: 
     strips = harness.page.locator(".mpi4dl-strips")
     assert strips.locator("table").count() == 3
     assert strips.evaluate("(element) => element.scrollHeight - element.clientHeight") <= 0
+    harness.close()
+
+
+def test_scroll_bars_and_sliders_are_dark_on_a_dark_page(chromium: object, views: dict[str, Any]):
+    """In light colours a scroll bar is a white stripe there, and the track of a slider looks full."""
+    harness = PageHarness(chromium, views["configurator"], WINDOW_PX)
+    read_scheme = "() => getComputedStyle(document.querySelector('.mpi4dl-plan-more')).colorScheme"
+    assert harness.page.evaluate(read_scheme) == "normal"
+    harness.page.evaluate("() => { document.body.dataset.jpThemeLight = 'false'; }")
+    assert harness.page.evaluate(read_scheme) == "dark"
+    harness.close()
+
+
+def test_all_groups_of_options_are_in_view_beside_the_picture_of_a_plan(chromium: object, views: dict[str, Any]):
+    harness = PageHarness(chromium, views["configurator"], (1500, 768))
+    set_cell_width(harness, 700)
+    hidden_px = harness.page.locator(".mpi4dl-plan-more").evaluate("(more) => more.scrollHeight - more.clientHeight")
+    assert hidden_px <= 0
     harness.close()
