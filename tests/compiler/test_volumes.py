@@ -20,9 +20,9 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
+from tests.compiler.drawn import check, seeds
 from tests.exact import close, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
-from tests.compiler.drawn import check, seeds
 
 AXES = [1, 3]
 

@@ -6,9 +6,15 @@ import {
 } from "../../mpi4dl_nb/page/stepper/exchange_layout.js";
 import { bendBetween, computeFlight, computeTerm, liftRectangle } from "../../mpi4dl_nb/page/stepper/exchange_motion.js";
 import { clampStart, cutStrip } from "../../mpi4dl_nb/page/stepper/message_strips.js";
+<<<<<<< HEAD
 import {
   countPixels, findCentre, findMiddle, growRectangle, intersectRectangles, isInside, measureRectangle,
 } from "../../mpi4dl_nb/page/shared/rectangles.js";
+=======
+import { readFloats, readIntegers } from "../../mpi4dl_nb/page/shared/numbers.js";
+import { isInside } from "../../mpi4dl_nb/page/shared/rectangles.js";
+import { RankPainter } from "../../mpi4dl_nb/page/stepper/rank_paint.js";
+>>>>>>> 7ff0f0a1 (The stepper: the words in the frame of an empty rank stand in its middle)
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/stepper/step_controls.js";
 import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/stepper/step_frames.js";
 import { handleStepKey } from "../../mpi4dl_nb/page/stepper/step_keys.js";
@@ -330,4 +336,15 @@ test("a pixel is told with its owner, and the way by keyboard goes on in the nex
   assert.deepEqual(movePixel(placed, { rank: 0, row: 3, col: 30 }, 0, 1), { rank: 1, row: 3, col: 31 });
   assert.deepEqual(movePixel(placed, { rank: 0, row: 0, col: 0 }, -1, 0), { rank: 0, row: 0, col: 0 });
   assert.equal(movePixel([], null, 0, 1), null);
+});
+
+test("the words in an empty cell stand in the middle of its frame, and are left out where they have no room", () => {
+  const written = [];
+  const context = { measureText: (text) => ({ width: 7 * text.length }), fillText: (_, x, y) => written.push(y) };
+  const write = (room) => RankPainter.prototype.writeInside.call(
+    { context, look: {} }, "nothing has come to it yet", room);
+  write([0, 100, 84, 50]);
+  assert.deepEqual(written, [109, 125, 141]);
+  write([0, 100, 84, 46]);
+  assert.equal(written.length, 3);
 });
