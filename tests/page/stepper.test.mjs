@@ -6,15 +6,10 @@ import {
 } from "../../mpi4dl_nb/page/stepper/exchange_layout.js";
 import { bendBetween, computeFlight, computeTerm, liftRectangle } from "../../mpi4dl_nb/page/stepper/exchange_motion.js";
 import { clampStart, cutStrip } from "../../mpi4dl_nb/page/stepper/message_strips.js";
-<<<<<<< HEAD
 import {
   countPixels, findCentre, findMiddle, growRectangle, intersectRectangles, isInside, measureRectangle,
 } from "../../mpi4dl_nb/page/shared/rectangles.js";
-=======
-import { readFloats, readIntegers } from "../../mpi4dl_nb/page/shared/numbers.js";
-import { isInside } from "../../mpi4dl_nb/page/shared/rectangles.js";
 import { RankPainter } from "../../mpi4dl_nb/page/stepper/rank_paint.js";
->>>>>>> 7ff0f0a1 (The stepper: the words in the frame of an empty rank stand in its middle)
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/stepper/step_controls.js";
 import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/stepper/step_frames.js";
 import { handleStepKey } from "../../mpi4dl_nb/page/stepper/step_keys.js";
@@ -343,8 +338,8 @@ test("the words in an empty cell stand in the middle of its frame, and are left 
   const context = { measureText: (text) => ({ width: 7 * text.length }), fillText: (_, x, y) => written.push(y) };
   const write = (room) => RankPainter.prototype.writeInside.call(
     { context, look: {} }, "nothing has come to it yet", room);
-  write([0, 100, 84, 50]);
+  write([100, 0, 150, 84]);
   assert.deepEqual(written, [109, 125, 141]);
-  write([0, 100, 84, 46]);
+  write([100, 0, 146, 84]);
   assert.equal(written.length, 3);
 });

@@ -80,23 +80,12 @@ export class RankPainter {
   paintCell(cell, rank, progress) {
     const { context, look } = this, state = this.frame.meta.ranks[rank], place = this.placed[rank];
     if (!place) {
-<<<<<<< HEAD
       const [top, left, bottom, right] = cell, head = top + getCellHead(cell);
-      strokeRectangle(context, [head + 2.5, left + 4.5, bottom - 6.5, right - 4.5], look.faint, 1, [4, 4]);
+      const frame = [head + 2.5, left + 4.5, bottom - 6.5, right - 4.5];
+      strokeRectangle(context, frame, look.faint, 1, [4, 4]);
       const busy = this.frame.meta.messages.some((each) => each.source === rank || each.target === rank);
       const why = busy ? "" : this.frame.meta.empty[rank] ?? "";  // a message is drawn in its place
-      this.writeInside(why, [head, left + 10, bottom - 22 + getCellHead(cell), right - 10]);
-=======
-      context.strokeStyle = look.faint;
-      context.lineWidth = 1;
-      context.setLineDash([4, 4]);
-      const head = getCellHead(cell), [above, inside] = [top + head + 2.5, height - head - 9];
-      context.strokeRect(left + 4.5, above, width - 9, inside);
-      context.setLineDash([]);
-      const busy = this.frame.meta.messages.some((each) => each.source === rank || each.target === rank);
-      const why = busy ? "" : this.frame.meta.empty[rank] ?? "";  // a message is drawn in its place
-      this.writeInside(why, [left + 10, above, width - 20, inside]);
->>>>>>> 7ff0f0a1 (The stepper: the words in the frame of an empty rank stand in its middle)
+      this.writeInside(why, [frame[0], left + 10, frame[2], right - 10]);
       return;
     }
     const image = this.images.get(rank);
@@ -193,12 +182,7 @@ export class RankPainter {
       else lines[lines.length - 1] = longer;
     }
     if (lines.length * 16 > height) return;
-<<<<<<< HEAD
-    lines.forEach((line, at) => context.fillText(line, x, y + 4 + 16 * (at - (lines.length - 1) / 2)));
-=======
-    lines.forEach((line, at) =>
-      context.fillText(line, left + width / 2, top + height / 2 + 16 * (at - (lines.length - 1) / 2)));
->>>>>>> 7ff0f0a1 (The stepper: the words in the frame of an empty rank stand in its middle)
+    lines.forEach((line, at) => context.fillText(line, x, y + 16 * (at - (lines.length - 1) / 2)));
   }
 
   /** @type {(pixel: StepPixel) => void} */
