@@ -81,11 +81,10 @@ export class RankPainter {
     const { context, look } = this, state = this.frame.meta.ranks[rank], place = this.placed[rank];
     if (!place) {
       const [top, left, bottom, right] = cell, head = top + getCellHead(cell);
-      const frame = [head + 2.5, left + 4.5, bottom - 6.5, right - 4.5];
-      strokeRectangle(context, frame, look.faint, 1, [4, 4]);
+      strokeRectangle(context, [head + 2.5, left + 4.5, bottom - 6.5, right - 4.5], look.faint, 1, [4, 4]);
       const busy = this.frame.meta.messages.some((each) => each.source === rank || each.target === rank);
       const why = busy ? "" : this.frame.meta.empty[rank] ?? "";  // a message is drawn in its place
-      this.writeInside(why, [frame[0], left + 10, frame[2], right - 10]);
+      this.writeInside(why, [head + 2.5, left + 10, bottom - 6.5, right - 10]);
       return;
     }
     const image = this.images.get(rank);
