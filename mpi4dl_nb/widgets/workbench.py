@@ -51,7 +51,7 @@ COLUMNS = "repeat(auto-fit, minmax(min(100%, 470px), 1fr))"
 
 
 class Workbench(StillFigure, ipywidgets.GridBox):
-    """A training's image and network, and beside them its timeline and memory: `Workbench(training, image)`.
+    """A training's image and network, its timeline beside them, its memory below: `Workbench(training, image)`.
 
     They have one `selection`: a bar chosen in the timeline lights up its tile on the image and its rank's memory, and a
     tile chosen on the image leads to its rank in the timeline. `image` is shown in tiles, and must have the size of the
@@ -80,7 +80,6 @@ class Workbench(StillFigure, ipywidgets.GridBox):
         self._max_height = max_height
         self._following = False
         self.memory = FigureView(tip="memory of the selected rank through a step")
-        self._beside = ipywidgets.VBox()
         super().__init__(layout={"grid_template_columns": COLUMNS, "grid_gap": "12px", "align_items": "flex-start"})
         self._take_over_plan(image, ())
         self.selection.observe(self._show_selection)
@@ -133,8 +132,9 @@ class Workbench(StillFigure, ipywidgets.GridBox):
             else:
                 self.timeline.show(shown)
         self._draw_memory()
-        self._beside.children = [*([self.timeline] if self.timeline else []), self.memory]
-        self.children = [self.slicer, self._beside]
+        # The figure is as wide as both panes above it, since it would be scrolled in the half of a cell.
+        self.memory.layout.grid_column = "1 / -1" if self.timeline else None
+        self.children = [self.slicer, *([self.timeline] if self.timeline else []), self.memory]
 
     @contextmanager
     def _follow(self) -> Iterator[bool]:

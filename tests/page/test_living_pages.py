@@ -288,6 +288,17 @@ def test_a_workbench_has_one_selection(pages, open_page):
     opened.check()
 
 
+def test_the_memory_of_a_workbench_is_shown_whole_below_two_panes(pages, open_page):
+    page = open_page(pages["Workbench"]).page
+    for width in (1040, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        slicer, timeline = (page.locator(f".mpi4dl-{name}").bounding_box() for name in ("slicer", "timeline"))
+        assert timeline["x"] >= slicer["x"] + slicer["width"]
+        room = page.locator(".mpi4dl-figure-room")
+        assert room.evaluate("(element) => element.scrollWidth - element.clientWidth") == 0
+        assert room.bounding_box()["y"] >= timeline["y"] + timeline["height"]
+
+
 @pytest.mark.nightly
 def test_figures_and_widgets_stand_on_one_page(folder, slicer, open_page):
     figure = show_slicing(TISSUE, PLAN, make_model())

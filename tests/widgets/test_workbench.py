@@ -58,7 +58,7 @@ def test_a_newer_step_is_taken_over(workbench):
     workbench.training.step(torch.rand(1, 3, 64, 64), torch.tensor([3]))
     workbench.refresh()
     assert workbench.timeline.timeline.events != before.events
-    assert workbench.timeline in workbench.children[1].children
+    assert workbench.timeline in workbench.children
 
 
 @pytest.mark.parametrize("name", ["rank", "event"])
@@ -91,5 +91,5 @@ def test_another_plan_that_was_loaded_is_taken_over(tmp_path):
         assert workbench.timeline.plan == after
         workbench.selection.rank = 0
         assert workbench.timeline.rank == 0
-    assert workbench.children[0] is workbench.slicer
-    assert workbench.children[1].children == (workbench.timeline, workbench.memory)
+    assert workbench.children == (workbench.slicer, workbench.timeline, workbench.memory)
+    assert workbench.memory.layout.grid_column == "1 / -1"
