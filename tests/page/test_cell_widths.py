@@ -238,16 +238,6 @@ def test_a_message_is_shown_whole_beside_small_tiles(chromium: object, stepper: 
     harness.close()
 
 
-def test_scroll_bars_and_sliders_are_dark_on_a_dark_page(chromium: object, views: dict[str, Any]):
-    """In light colours a scroll bar is a white stripe there, and the track of a slider looks full."""
-    harness = PageHarness(chromium, views["configurator"], WINDOW_PX)
-    read_scheme = "() => getComputedStyle(document.querySelector('.mpi4dl-plan-more')).colorScheme"
-    assert harness.page.evaluate(read_scheme) == "normal"
-    harness.page.evaluate("() => { document.body.dataset.jpThemeLight = 'false'; }")
-    assert harness.page.evaluate(read_scheme) == "dark"
-    harness.close()
-
-
 def test_all_groups_of_options_are_in_view_beside_the_picture_of_a_plan(chromium: object, views: dict[str, Any]):
     harness = PageHarness(chromium, views["configurator"], (1500, 768))
     set_cell_width(harness, 700)
