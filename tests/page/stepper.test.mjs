@@ -335,7 +335,7 @@ test("a pixel is told with its owner, and the way by keyboard goes on in the nex
 
 test("the words in an empty cell stand in the middle of its frame, and are left out where they have no room", () => {
   const written = [];
-  const context = { measureText: (text) => ({ width: 7 * text.length }), fillText: (_, x, y) => written.push(y) };
+  const context = { measureText: (text) => ({ width: 7 * text.length }), fillText: (_text, _x, y) => written.push(y) };
   const write = (room) => RankPainter.prototype.writeInside.call(
     { context, look: {} }, "nothing has come to it yet", room);
   write([100, 0, 150, 84]);
