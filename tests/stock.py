@@ -152,3 +152,25 @@ MORE: dict[str, Stock] = {
     "transformers RegNet": _make_classifier("RegNet", {}, {**_FEW, "embedding_size": 16, "groups_width": 16}),
 }
 """More of those that work."""
+
+
+def _make_volumes(name: str, small: str, **arguments: Any) -> Stock:
+    three = {"spatial_dims": 3, **arguments}
+    return Stock(f"monai.networks.nets:{name}", three, three, small=small, per_pixel=name != "resnet18")
+
+
+_IN_OUT = {"in_channels": 3, "out_channels": 3}
+_LEVELS = {"channels": [4, 8, 16], "strides": [2, 2]}
+VOLUMES = {
+    "UNet": _make_volumes("UNet", "16x20x24", **_IN_OUT, **_LEVELS, num_res_units=1),
+    "UNet, group norm": _make_volumes(
+        "UNet", "16x20x24", **_IN_OUT, **_LEVELS, norm=["group", {"num_groups": 1}], num_res_units=1
+    ),
+    "SegResNet": _make_volumes(
+        "SegResNet", "16x12x24", **_IN_OUT, init_filters=8, blocks_down=[1, 1, 1], blocks_up=[1, 1]
+    ),
+    "AttentionUnet": _make_volumes("AttentionUnet", "16x20x12", **_IN_OUT, **_LEVELS),
+    "BasicUNet": _make_volumes("BasicUNet", "16x32x48", **_IN_OUT, features=[4, 4, 4, 4, 4, 4]),
+    "ResNet-18": _make_volumes("resnet18", "16x18x20", n_input_channels=3, num_classes=3, widen_factor=0.125),
+}
+"""Networks of volumes, depth x height x width."""

@@ -130,15 +130,25 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def parse_image_size(text: str) -> tuple[int, int]:
     """Parse `512` or `512x768` as (height, width) in pixels. Raises PlanError."""
+    sizes = _parse_sizes(text)
+    if len(sizes) > 2:
+        raise PlanError(f"--image-size {text[:80]!r} is that of a volume, which this command does not take.")
+    return sizes[0], sizes[1]
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(map(_SIDE.fullmatch, parts)) or not all(map(int, parts)):
-        raise PlanError(f"--image-size {text[:80]!r} must be one number of pixels, or HEIGHTxWIDTH such as 512x768.")
-    return int(parts[0]), int(parts[-1])
+    if len(parts) > 3 or not all(map(_SIDE.fullmatch, parts)) or not all(map(int, parts)):
+        raise PlanError(
+            f"--image-size {text[:80]!r} must be one number of pixels, HEIGHTxWIDTH such as 512x768, or of volumes "
+            "DEPTHxHEIGHTxWIDTH."
+        )
+    return tuple(map(int, parts * 2 if len(parts) == 1 else parts))
 
 
-def get_image_shape(options: argparse.Namespace) -> tuple[int, int, int, int]:
-    """Return the shape (N, C, H, W) of a batch. Raises PlanError."""
-    return (options.batch_size, 3, *parse_image_size(options.image_size))
+def get_image_shape(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the shape of a batch, (N, C, H, W) or that of volumes. Raises PlanError."""
+    return (options.batch_size, 3, *_parse_sizes(options.image_size))
 
 
 def choose_optimiser(options: argparse.Namespace) -> Optimiser:
