@@ -292,11 +292,16 @@ def test_the_memory_of_a_workbench_is_shown_whole_below_two_panes(pages, open_pa
     page = open_page(pages["Workbench"]).page
     for width in (1040, 1280):
         page.set_viewport_size({"width": width, "height": 900})
-        slicer, timeline = (page.locator(f".mpi4dl-{name}").bounding_box() for name in ("slicer", "timeline"))
-        assert timeline["x"] >= slicer["x"] + slicer["width"]
-        room = page.locator(".mpi4dl-figure-room")
-        assert room.evaluate("(element) => element.scrollWidth - element.clientWidth") == 0
-        assert room.bounding_box()["y"] >= timeline["y"] + timeline["height"]
+        slicer, timeline, memory = page.evaluate(
+            """() => ["slicer", "timeline", "figure-room"].map((name) => {
+                const pane = document.querySelector(`.mpi4dl-${name}`);
+                const { left, right, top, bottom } = pane.getBoundingClientRect();
+                return { left, right, top, bottom, hidden_px: pane.scrollWidth - pane.clientWidth };
+            })"""
+        )
+        assert timeline["left"] >= slicer["right"]
+        assert memory["top"] >= max(slicer["bottom"], timeline["bottom"])
+        assert memory["hidden_px"] == 0
 
 
 @pytest.mark.nightly
