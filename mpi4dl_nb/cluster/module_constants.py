@@ -62,8 +62,6 @@ class _ConstantReader:
 
     def _compute(self, value: ast.expr) -> object:
         """Return the value of an expression. Raises an error if it is no constant, or has no value."""
-        if isinstance(value, ast.Constant):  # also one part of what another name holds, which may be a list
-            return value.value
         for node in ast.walk(value):
             if not isinstance(node, _CONSTANT) or (isinstance(node, ast.Dict) and None in node.keys):
                 raise TypeError(f"no constant: {ast.unparse(node)}")
