@@ -109,7 +109,8 @@ def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, 
     finally:
         with suppress(RankError):  # an early end has an error of its own
             call(rank_functions.discard_calibration)
-    return machine
+    measured: Machine = machine
+    return measured
 
 
 # Cache of calibrations, so that no notebook has to repeat one.
@@ -148,15 +149,18 @@ class CalibrationCache:
         except PlanError as error:
             if not self.usual:
                 raise PlanError(f"The machine file {self.path}: {error}") from error
+        except FileNotFoundError:
+            return None
         except OSError as error:
-            if not self.usual and not isinstance(error, FileNotFoundError):
+            if not self.usual:
                 raise PlanError(f"The machine file {self.path} cannot be read: {error.strerror}.") from error
         return None
 
     def write(self, machine: Machine) -> None:
         """Replace the file. A quick or noisy calibration is not stored: later notebooks would rely on it."""
-        if not machine.quick and machine.noise.is_good:
-            self._write_beside(machine.to_json(), replaces=True)
+        if machine.quick or not machine.noise.is_good:
+            return
+        self._write_beside(machine.to_json(), replaces=True)
 
     def check_writable(self) -> None:
         """Raise PlanError if a named file cannot be written, before a minute is spent on what goes into it."""

@@ -37,6 +37,7 @@ def get_public_names(thing: object) -> list[str]:
 
 
 _THREADS: dict[str, Callable[[int], Ranks]] = {"loopback": LoopbackRanks, "in_turn": SingleThreadRanks}
+_BACKENDS = ("mpi", *_THREADS)
 _DESCRIPTIONS = {
     "mpi": "mpi: one process per rank",
     "loopback": "loopback: one thread of this process per rank",
@@ -88,8 +89,8 @@ class Cluster:
         _check_count(n)
         if hang_after_s is not None and not (is_number(hang_after_s) and hang_after_s >= 1):
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
-        if backend not in (backends := ("auto", *_DESCRIPTIONS)):
-            raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, backends))
+        if backend not in ("auto", *_BACKENDS):
+            raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, ("auto", *_BACKENDS)))
         self.hosts = choose_hosts(hosts, backend in ("auto", "mpi"))
         backend = choose_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s
@@ -287,10 +288,13 @@ class Cluster:
                 "Ranks in turn cannot be calibrated: predictions are of ranks that work at once. Calibrate a Cluster "
                 "with backend='mpi', or name a machine: mpi4dl_nb.forecast(model, plan, image_shape, 'Summit')."
             )
-        usual = CalibrationCache.of(self.n, self.backend, str(self.hosts or ""))
-        kept = CalibrationCache(Path(store)) if store else usual
-        remembered = None if again else self.machine
-        if not again and (store or not self._is_calibrated(quick)):
+        kept = (
+            CalibrationCache(Path(store)) if store else CalibrationCache.of(self.n, self.backend, str(self.hosts or ""))
+        )
+        remembered = self.machine
+        if again:
+            remembered = None
+        elif store or not self._is_calibrated(quick):
             remembered = kept.read()
         self.machine = machine = remembered or self.machine
         if again or machine is None or not self._is_calibrated(quick):

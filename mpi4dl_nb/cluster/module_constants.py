@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import ast
+import operator
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-_CONSTANT = (
-    *(ast.Constant, ast.Name, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List, ast.Set, ast.Dict),
-    *(ast.unaryop, ast.operator, ast.expr_context),
-)
-"""What an expression of constants consists of."""
+_ARITHMETIC: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+    ast.Invert: operator.invert,
+    ast.Not: operator.not_,
+}
 
 
 def parse_constants(file: str) -> dict[str, object]:
@@ -32,8 +48,8 @@ def parse_constants(file: str) -> dict[str, object]:
     return reader.found
 
 
-class _ConstantReader:
-    """Computes expressions of constants."""
+class _ConstantReader(ast.NodeVisitor):
+    """Computes expressions of constants. `visit` raises an error for all that is no constant, or has no value."""
 
     def __init__(self, tree: ast.Module) -> None:
         names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -44,7 +60,7 @@ class _ConstantReader:
         """Add the constants that an assignment gives to names which are assigned once."""
         if isinstance(target, ast.Name) and self._assigned[target.id] == 1:
             with suppress(Exception):
-                constant = self._compute(value)
+                constant = self.visit(value)
                 if constant == constant:  # noqa: PLR0124 (NaN differs from itself)
                     self.found[target.id] = constant
         elif isinstance(target, ast.Tuple | ast.List):
@@ -60,15 +76,35 @@ class _ConstantReader:
         known = self.found.get(value.id) if isinstance(value, ast.Name) else None
         return [ast.Constant(part) for part in known] if isinstance(known, tuple | list) else []
 
-    def _compute(self, value: ast.expr) -> object:
-        """Return the value of an expression. Raises an error if it is no constant, or has no value."""
-        for node in ast.walk(value):
-            if not isinstance(node, _CONSTANT) or (isinstance(node, ast.Dict) and None in node.keys):
-                raise TypeError(f"no constant: {ast.unparse(node)}")
-            if isinstance(node, ast.BinOp) and (self._is_table(node.left) or self._is_table(node.right)):
-                raise TypeError("a list that is multiplied is a table, which the file may fill later")
-        return eval(compile(ast.Expression(value), "", "eval"), {"__builtins__": {}}, self.found)
+    def generic_visit(self, node: ast.AST) -> Any:
+        raise TypeError(f"no constant: {ast.unparse(node)}")
 
-    def _is_table(self, node: ast.expr) -> bool:
-        known = self.found.get(node.id) if isinstance(node, ast.Name) else None
-        return isinstance(node, ast.List | ast.Dict | ast.Set) or isinstance(known, list | dict | set)
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        return self.found[node.id]
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        return _ARITHMETIC[type(node.op)](self.visit(node.operand))
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        pair = self.visit(node.left), self.visit(node.right)
+        if any(isinstance(operand, list | dict | set) for operand in pair):
+            raise TypeError("a list that is multiplied is a table, which the file may fill later")
+        return _ARITHMETIC[type(node.op)](*pair)
+
+    def visit_Tuple(self, node: ast.Tuple) -> Any:
+        return tuple(self._visit_all(node.elts))
+
+    def visit_List(self, node: ast.List) -> Any:
+        return self._visit_all(node.elts)
+
+    def visit_Set(self, node: ast.Set) -> Any:
+        return set(self._visit_all(node.elts))
+
+    def visit_Dict(self, node: ast.Dict) -> Any:
+        return dict(zip(self._visit_all(node.keys), self._visit_all(node.values), strict=True))
+
+    def _visit_all(self, nodes: Iterable[ast.expr | None]) -> list[Any]:
+        return [self.visit(node) for node in nodes]  # type: ignore[arg-type]  # a key of `**` is None: visit fails
