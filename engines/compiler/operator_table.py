@@ -179,7 +179,7 @@ def is_user_defined(function: Callable[..., Any]) -> bool:
     """Return whether a function is a user's, not this package's or torch's; a class method is judged by its class."""
     owner = getattr(function, "__self__", None)
     home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
-    return home != "builtins" and not home.startswith(("mpi4dl_nb.", "torch."))
+    return home not in ("builtins", "_operator") and not home.startswith(("mpi4dl_nb.", "torch."))
 
 
 @dataclass(frozen=True)

@@ -233,9 +233,10 @@ def check_grid(plan: Plan, size_px: Sequence[int]) -> None:
         return
     kind = {1: "signals (N, C, L)", 2: "images (N, C, H, W)", 3: "volumes (N, C, D, H, W)"}[len(size_px)]
     fitting = find_compact_grid(size_px, plan.grids[0].tiles)
+    single = " One image (C, H, W) is a batch (1, C, H, W)." if len(size_px) == 1 else ""
     raise PlanError(
         f"slice_method={plan.slice_method!r} cuts along {len(plan.grids[0])} axes, but {kind} have {len(size_px)}. "
-        f"Use slice_method='{fitting}': of all grids of as many tiles, it has the smallest halos here."
+        f"Use slice_method='{fitting}': of all grids of as many tiles, it has the smallest halos here.{single}"
     )
 
 

@@ -36,8 +36,8 @@ def check_image_shape(image_shape: Sequence[int]) -> tuple[int, ...]:
         shape = ()
     if len(shape) not in (3, 4, 5) or min(shape) < 1:
         raise ImageError(
-            f"image_shape={image_shape!r} must be (N, C, H, W), positive whole numbers such as (4, 3, 256, 256): "
-            "(N, C, D, H, W) for volumes, and (N, C, L) for signals."
+            f"image_shape={image_shape!r} must be (N, C, H, W), four positive whole numbers, such as (4, 3, 256, 256); "
+            "volumes are (N, C, D, H, W), and signals (N, C, L)."
         )
     return shape
 

@@ -165,7 +165,8 @@ class HaloPoint(FactTable):
         A volume has `before` and `behind`, too, and a signal only `left` and `right`. Raises PlanError if the rank is
         none of the stage.
         """
-        spans = zip(self.tiles[rank], self.get_window(rank), self.sizes, strict=True)
+        reads, tile = self.get_window(rank), self.tiles[rank]
+        spans = zip(tile, reads, self.sizes, strict=True)
         sides = _SIDES[-len(self.axes) :]
         return {
             name: width

@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_said_before_anything_is_traced(counted):
     with pytest.raises(PlanError, match="local_dp=3"):
         known.get_graph(Plan(local_dp=3))
     with pytest.raises(ImageError, match="four positive whole numbers"):
-        TraceCache(resnet20_v1(), (4, 3, 32), nn.CrossEntropyLoss())
+        TraceCache(resnet20_v1(), (4, 3), nn.CrossEntropyLoss())
     assert counted == []
 
 

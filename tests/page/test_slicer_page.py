@@ -282,7 +282,9 @@ def test_less_motion_and_a_narrow_page(chromium, slicer):
     harness = PageHarness(chromium, slicer.view, (480, 800), reduced_motion="reduce", color_scheme="dark")
     harness.advance()
     assert harness.page.evaluate("() => document.documentElement.scrollWidth") <= 480
-    assert harness.page.locator("canvas").bounding_box()["height"] >= 300  # below it are words of up to six lines, whole
+    assert (
+        harness.page.locator("canvas").bounding_box()["height"] >= 300
+    )  # below it are words of up to six lines, whole
     harness.close()
 
 

@@ -125,14 +125,18 @@ def test_no_kernel_keeps_what_is_written_over():
         LocalTensor.of(TensorSpec((2, 8, 6, 6), "float32"), True),
         LocalTensor.of(TensorSpec((8, 8, 3, 3), "float32"), True),
     )
+    line, taps = (LocalTensor.of(TensorSpec(shape, "float32"), True) for shape in ((2, 8, 6), (8, 8, 3)))
+    volume, block = (LocalTensor.of(TensorSpec(shape, "float32"), True) for shape in ((2, 8, 6, 6, 6), (8, 8, 3, 3, 3)))
     kept = LocalTensor.of(TensorSpec((8,), "float32"), False)
     vector, moments = (
         LocalTensor.of(TensorSpec((8,), "float32"), True),
         LocalTensor.of(TensorSpec((1, 2, 8), "float64"), True),
     )
     asked = {
+        "aten.conv1d.default": (line, taps, None, [1], [1]),
         "aten.conv2d.default": (image, weight, None, [1, 1], [1, 1]),
-        "tile.conv_transpose": (image, weight, None, [2, 2], [1, 1], 1, ((0, 0), (0, 0))),
+        "aten.conv3d.default": (volume, block, None, [1, 1, 1], [1, 1, 1]),
+        "tile.conv_transpose": (image, weight, None, [2, 2], [0, 0], [0, 0], 1, [1, 1], ((0, 0), (0, 0))),
         "tile.batch_norm": (image, moments, vector, vector, [72], 1e-5),
         "tile.whole_batch_norm": (image, vector, vector, 1e-5),
         "aten.batch_norm.default": (image, vector, vector, kept, kept, False, 0.1, 1e-5, True),

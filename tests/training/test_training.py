@@ -392,7 +392,7 @@ def test_more_tiles_than_rows(untouched):
         Training(make_unet(), four_rows, untouched, (1, 3, 4, 8192))  # too many pixels for every rank to hold all
 
 
-@pytest.mark.parametrize("shape", [(3, 12, 20), (2, 3, 0, 20), (2, 3, 12, -1), ()])
+@pytest.mark.parametrize("shape", [(12, 20), (2, 3, 0, 20), (2, 3, 12, -1), ()])
 def test_a_shape_that_is_no_batch_of_images(untouched, shape: tuple[int, ...]):
     with pytest.raises(ImageError, match=r"must be \(N, C, H, W\), four positive whole numbers"):
         Training(make_unet(), TILES, untouched, shape)
