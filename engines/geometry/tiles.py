@@ -253,7 +253,7 @@ class Grid(tuple[int, ...]):
                 f"{self} tiles are cut along {len(self)} axes, but the image has {len(sizes)}, of sizes "
                 f"{' x '.join(map(str, sizes))}. Use a slice_method with {len(sizes)} numbers."
             )
-        names = {-2: "rows of pixels", -1: "columns of pixels"}
+        names = {-3: "planes of pixels", -2: "rows of pixels", -1: "columns of pixels"}
         for axis, (size, parts) in enumerate(zip(sizes, self, strict=True), -len(self)):
             if size < parts:
                 name = names.get(axis, f"positions along axis {axis}")

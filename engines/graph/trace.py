@@ -248,17 +248,17 @@ def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
 
     A run of a large model takes seconds: if the model cannot run at the most likely size, it is run just once.
     """
-    if len(images.shape) != 4 or not isinstance(model, nn.Module):
+    if len(images.shape) < 3 or not isinstance(model, nn.Module):
         return ""
-    *outer, rows, cols = images.shape
+    outer, whole = images.shape[:2], images.shape[2:]
 
-    def runs(size: tuple[int, int]) -> bool:
+    def runs(size: tuple[int, ...]) -> bool:
         return _can_run(model, replace(images, shape=(*outer, *size)))
 
     # From the largest size to the smallest. A model that runs on multiples of 8 runs on those of 16, too.
-    sizes = {(rows - rows % multiple, cols - cols % multiple): multiple for multiple in reversed(_MULTIPLES)}
-    known = sorted(size for size in sizes if all(size) and size != (rows, cols))[::-1]
-    if not known or not runs(known[-1]) or runs((rows, cols)):
+    sizes = {tuple(side - side % multiple for side in whole): multiple for multiple in reversed(_MULTIPLES)}
+    known = sorted(size for size in sizes if all(size) and size != whole)[::-1]
+    if not known or not runs(known[-1]) or runs(whole):
         return ""
     low, high, end_s = 0, len(known) - 1, time.perf_counter() + _SEARCH_S
     while low < high and time.perf_counter() < end_s:
@@ -266,8 +266,8 @@ def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
         low, high = (low, middle) if runs(known[middle]) else (middle + 1, high)
     size = known[high]
     return (
-        f" It does run on {size[0]} x {size[1]} px (multiples of {sizes[size]}): crop the images to that, a "
-        "picture with crop_picture."
+        f" It does run on {' x '.join(map(str, size))} px (multiples of {sizes[size]}): crop the images to that"
+        f"{', a picture with crop_picture' * (len(whole) == 2)}."
     )
 
 

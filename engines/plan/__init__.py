@@ -11,7 +11,7 @@ from typing import Any
 
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import describe_unknown, format_count, format_html_table
-from mpi4dl_nb.engines.geometry.tiles import Grid
+from mpi4dl_nb.engines.geometry.tiles import Grid, find_compact_grid
 from mpi4dl_nb.engines.plan.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
 
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
@@ -340,7 +340,7 @@ def make_grid(method: str, tiles: int | None) -> Grid:
     >>> make_grid("vertical", 3), make_grid("depth", 3)
     (Grid(1, 3), Grid(3, 1, 1))
     """
-    if _GRID.fullmatch(str(method)):
+    if isinstance(method, str) and _GRID.fullmatch(method):
         result = Grid(*map(int, method.split("x")))
         if result.tiles > MOST_TILES:
             raise PlanError(f"slice_method={method!r} makes {result.tiles:,} tiles, but there may be {MOST_TILES:,}.")
@@ -364,7 +364,8 @@ def make_grid(method: str, tiles: int | None) -> Grid:
         rows = max(divisor for divisor in range(1, side + 1) if count % divisor == 0)
         raise PlanError(
             f"num_spatial_parts={count} is no square number, which slice_method='square' needs. "
-            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{rows}x{count // rows}'."
+            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{rows}x{count // rows}', or "
+            f"'{find_compact_grid((count,) * 3, count)}' of volumes."
         )
     return Grid(side, side)
 

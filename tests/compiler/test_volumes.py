@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
+from mpi4dl_nb.engines.models import UNet3d
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
 from tests.compiler.drawn import check, seeds
@@ -261,3 +262,10 @@ def test_a_plan_for_other_axes_is_refused(shape: tuple[int, ...], method: str, f
 def test_stages_with_other_axes_are_refused():
     with pytest.raises(PlanError, match=r"cuts images along 2 and 3 axes\. Use grids with as many numbers"):
         Plan(split_size=2, spatial_size=2, slice_method=("2x2", "2x2x1"))
+
+
+def test_a_size_that_a_network_refuses_is_named_with_the_next_that_it_takes():
+    with pytest.raises(
+        TraceError, match=r"It does run on 4 x 16 x 16 px \(multiples of 4\): crop the images to that\."
+    ):
+        prepare(UNet3d(width=4), Plan(split_size=1, slice_method="2x1x1"), (1, 1, 6, 16, 16))

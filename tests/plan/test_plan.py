@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_spatial_parts": 6},
         (
             "num_spatial_parts=6 is no square number, which slice_method='square' needs. "
-            "Use 4 or 9, or another slice_method, such as '2x3'."
+            "Use 4 or 9, or another slice_method, such as '2x3', or '1x2x3' of volumes."
         ),
     ),
     "a grid of another number of tiles": (
@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown slice method": (
         {"slice_method": "diagonal"},
         "slice_method='diagonal' is unknown. Choose square, vertical, horizontal, depth, or a grid as 2x3 or 2x2x2.",
+    ),
+    "a grid that is a number": (
+        {"slice_method": 4},
+        "slice_method=4 is unknown. Choose square, vertical, horizontal, depth, or a grid as 2x3 or 2x2x2.",
     ),
     "a grid without rows": (
         {"slice_method": "0x3"},
