@@ -134,10 +134,17 @@ def test_image_sizes(text: str, size: tuple[int, int]):
     assert options.parse_image_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "x", "512x", "x512", "0", "0x4", "-512", "5.5", "512x512x3", "big", "512 px"])
+@pytest.mark.parametrize("text", ["", "x", "512x", "x512", "0", "0x4", "-512", "5.5", "big", "512 px", "2x2x2x2"])
 def test_what_is_no_image_size(text: str):
-    with pytest.raises(PlanError, match="must be one number of pixels, or HEIGHTxWIDTH such as 512x768"):
+    with pytest.raises(PlanError, match="must be one number of pixels, HEIGHTxWIDTH such as 512x768, or of volumes"):
         options.parse_image_size(text)
+
+
+def test_the_size_of_a_volume_is_for_commands_that_take_one():
+    chosen = options.make_parser("").parse_args(["--image-size=8x16x24", "--batch-size=2"])
+    assert options.get_image_shape(chosen) == (2, 3, 8, 16, 24)
+    with pytest.raises(PlanError, match="8x16x24' is that of a volume, which this command does not take"):
+        options.parse_image_size(chosen.image_size)
 
 
 # ---- known bugs: whoever mends one strikes its mark

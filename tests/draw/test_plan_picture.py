@@ -22,7 +22,7 @@ from mpi4dl_nb.engines.predict.forecast import RankLoad, forecast
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from mpi4dl_nb.engines.program.program import Traffic
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.tables import unpack_tables
+from tests.unpacking import unpack_tables
 
 LIMIT = 1000
 MACHINE = replace(MACHINES["Summit"], name="tiny", memory_bytes=LIMIT)

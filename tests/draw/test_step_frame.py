@@ -13,7 +13,7 @@ from torch import nn
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.draw.step_frame import StepFrame, StepRecord, describe_scene, make_palettes, pack_frame
 from mpi4dl_nb.training.step_debugger import StepDebugger
-from tests.tables import unpack_tables
+from tests.unpacking import unpack_tables
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(1, 1))
 MODEL = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.Conv2d(4, 2, 3)]

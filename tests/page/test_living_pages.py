@@ -35,7 +35,7 @@ from mpi4dl_nb.engines.images.sample_data import immunohistochemistry
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.machines import MACHINES
 from tests.page.cells import AROUND_PX
-from tests.tables import unpack_part
+from tests.unpacking import unpack_part
 
 TISSUE = immunohistochemistry()[:192, :256]
 NAME = "tissue_7.png"

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4dl_nb.draw.packed_tables import pack_columns, pack_tables
 from mpi4dl_nb.widgets.page_modules import FOLDER
 from tests.page.test_page_modules import run_node
-from tests.tables import unpack_tables
+from tests.unpacking import unpack_tables
 
 READ = """
 import assert from "node:assert/strict";

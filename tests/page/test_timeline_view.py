@@ -13,7 +13,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.timeline import Timeline, TimelineEvent
 from tests.page.harness import PageHarness
 from tests.page.measures import measure_frames
-from tests.tables import unpack_tables
+from tests.unpacking import unpack_tables
 
 PLAN = Plan(split_size=1, slice_method="1x2")
 

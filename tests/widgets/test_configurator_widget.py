@@ -30,7 +30,7 @@ from mpi4dl_nb.planning.plan_cache import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.plan_view import PlanView
-from tests.tables import unpack_tables
+from tests.unpacking import unpack_tables
 
 SHAPE = (4, 3, 32, 32)
 

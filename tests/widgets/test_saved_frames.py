@@ -24,7 +24,7 @@ from mpi4dl_nb import (
 )
 from mpi4dl_nb.widgets import saved_frame, stepper
 from mpi4dl_nb.widgets.figure_widget import STILL, StillFigure
-from tests.tables import unpack_part
+from tests.unpacking import unpack_part
 
 PLAN, SHAPE = Plan(split_size=1, slice_method="1x2"), (2, 3, 16, 16)
 FRAME = re.compile(r'<iframe sandbox="allow-scripts" title="(\w+), [^"]*" srcdoc="([^"]*)"')

@@ -22,7 +22,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.widgets import slicer_view as module
 from tests.compiler.test_tokens import GlobalContext
 from tests.images.made_slides import find_shared
-from tests.tables import unpack_tables
+from tests.unpacking import unpack_tables
 
 TISSUE = immunohistochemistry()[:96, :120]
 SHAPE = (1, 3, *TISSUE.shape[:2])
