@@ -332,7 +332,7 @@ _LINES = "\n".join(
 Plan.__doc__ = f"{Plan.__doc__}\n    Fields:\n\n{_LINES}\n    "
 
 
-def make_grid(method: str, tiles: int | None) -> Grid:
+def make_grid(method: Any, tiles: int | None) -> Grid:
     """Return the grid that a slice method makes of a number of tiles (None: 4, or the number that the grid itself has).
 
     Raises PlanError if the method is unknown, or does not fit the number of tiles.
