@@ -250,6 +250,8 @@ def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
     """
     if len(images.shape) < 3 or not isinstance(model, nn.Module):
         return ""
+    if len(images.shape) == 3 and _can_run(model, replace(images, shape=(1, *images.shape))):
+        return f" It does run on {(1, *images.shape)}: one image is a batch of one."
     outer, whole = images.shape[:2], images.shape[2:]
 
     def runs(size: tuple[int, ...]) -> bool:

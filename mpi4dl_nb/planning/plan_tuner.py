@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.predict.forecast import Forecast, check_order
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.search import generate_plans, search
 from mpi4dl_nb.engines.train.optimisers import Optimiser
-from mpi4dl_nb.engines.train.recipe import Task, sgd
+from mpi4dl_nb.engines.train.recipe import Recipe, Task, sgd
 from mpi4dl_nb.planning.plan_benchmark import PlanTrial, run_interleaved
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
@@ -145,10 +145,14 @@ class PlanTuner:
         Raises PlanError if there is no step to measure.
         """
         _check_steps(steps)
-        trials = [PlanTrial(self.cluster, partial(self.task.prepare, candidate.plan)) for candidate in candidates]
+        trials = [PlanTrial(self.cluster, partial(self.make_recipe, candidate.plan)) for candidate in candidates]
         run_interleaved(trials, steps, report, count_bytes)
         pairs = zip(candidates, trials, strict=True)
         return [replace(candidate, measured=trial.measured, failure=trial.failure) for candidate, trial in pairs]
+
+    def make_recipe(self, plan: Plan) -> Recipe:
+        """Return the recipe of a training under a plan."""
+        return self.task.prepare(plan)
 
 
 def order_for_measurement(candidates: Sequence[Candidate], explanation: Explanation) -> list[Candidate]:

@@ -200,8 +200,10 @@ def test_what_cannot_be_trained_is_refused_before_the_machine_is_measured(cluste
     asked = []
     monkeypatch.setattr(cluster, "calibrate", lambda **more: asked.append(more) or cluster.machine)
     for go in (tune, Tuner):
-        with pytest.raises(ImageError, match="must be"):
+        with pytest.raises(TraceError, match=r"It does run on \(1, 3, .*\): one image is a batch of one"):
             go(make_model(), SHAPE[1:], cluster)
+        with pytest.raises(ImageError, match="must be"):
+            go(make_model(), SHAPE[2:], cluster)
         with pytest.raises(PlanError):
             go(make_model(), SHAPE, cluster, optimiser=lambda weights: torch.optim.SGD(weights, lr=-1))
     assert asked == []
