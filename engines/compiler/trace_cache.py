@@ -218,6 +218,7 @@ class TraceCache:
         key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
         if key not in self._traces:
             graph = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
+            check_batched(graph)
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:
                 only = graph.specs[graph.prediction] if graph.loss_input == "Tensor" else None
@@ -238,6 +239,21 @@ def check_grid(plan: Plan, size_px: Sequence[int]) -> None:
         f"slice_method={plan.slice_method!r} cuts along {len(plan.grids[0])} axes, but {kind} have {len(size_px)}. "
         f"Use slice_method='{fitting}': of all grids of as many tiles, it has the smallest halos here.{single}"
     )
+
+
+def check_batched(graph: ModelGraph) -> None:
+    """Raise ImageError if what is given as signals (N, C, L) is one image (C, H, W) to the model.
+
+    PyTorch's convolutions take an image without its batch. Its channels would then be divided as images are.
+    """
+    shape = graph.inputs["images"].shape
+    for node in graph.nodes if len(shape) == 3 else ():
+        reads = (graph.specs[name] for name in node.reads if name in graph.specs)
+        if node.short_operator.startswith(("conv2d", "conv_transpose2d")) and any(len(s.shape) == 3 for s in reads):
+            raise ImageError(
+                f"image_shape={shape} is that of signals (N, C, L), but {node.short_operator} in {node.where} takes it "
+                f"for one image (C, H, W). Give a batch of one: {(1, *shape)}."
+            )
 
 
 def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:

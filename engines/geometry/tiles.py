@@ -271,17 +271,19 @@ def find_compact_grid(sizes: Sequence[int], tiles: int) -> Grid:
     """
     whole = math.prod(sizes)
     return min(
-        _list_grids(len(sizes), tiles),
+        _factor(tiles, len(sizes)),
         key=lambda grid: sum((parts - 1) * whole // size for parts, size in zip(grid, sizes, strict=True)),
     )
 
 
-def _list_grids(axes: int, tiles: int) -> list[Grid]:
+def _factor(tiles: int, axes: int) -> list[Grid]:
     """Return all grids of so many tiles along so many axes."""
     if axes == 1:
         return [Grid(tiles)]
-    divisors = (parts for parts in range(1, tiles + 1) if tiles % parts == 0)
-    return [Grid(parts, *rest) for parts in divisors for rest in _list_grids(axes - 1, tiles // parts)]
+    # Divisors come in pairs, so that those up to the root are enough: of billions of tiles, too.
+    low = [parts for parts in range(1, math.isqrt(tiles) + 1) if tiles % parts == 0]
+    divisors = sorted({*low, *(tiles // parts for parts in low)})
+    return [Grid(parts, *rest) for parts in divisors for rest in _factor(tiles // parts, axes - 1)]
 
 
 def split_axis(size: int, parts: int) -> list[Span]:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl_nb.engines.errors import PlanError, TraceError
-from mpi4dl_nb.engines.geometry.tiles import Grid
+from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid, find_compact_grid
 from mpi4dl_nb.engines.models import UNet3d
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
@@ -267,3 +267,16 @@ def test_stages_with_other_axes_are_refused():
 def test_a_size_that_a_network_refuses_is_named_with_the_next_that_it_takes():
     with pytest.raises(TraceError, match=r"does run on 4 x 16 x 16 px \(multiples of 4\): crop the images to that\."):
         prepare(UNet3d(width=4), Plan(split_size=1, slice_method="2x1x1"), (1, 1, 6, 16, 16))
+
+
+@pytest.mark.parametrize("plan", [Plan(split_size=2, spatial_size=0), Plan(split_size=1, slice_method="2")])
+def test_an_image_without_its_batch_is_no_signal(plan: Plan):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
+    with pytest.raises(ImageError, match=r"conv2d in 0, .* one image \(C, H, W\). Give a batch of one: \(1, 3, 8, 9\)"):
+        prepare(model, plan, (3, 8, 9), lambda prediction, _: prediction.mean())
+
+
+def test_a_grid_of_billions_is_refused_at_once():
+    with pytest.raises(PlanError, match="no square number"):
+        Plan(num_spatial_parts=(1 << 20) - 3)
+    assert find_compact_grid((1, 1, 1), (1 << 31) - 1).tiles == (1 << 31) - 1

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.compiler.local_rules import apply_locally, make_gather_er
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.geometry.windows import SlidingWindow, TableWindow, Window
-from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref
 from mpi4dl_nb.engines.program.kernels import cut_spans, get_sum_type, register_kernel
 
 Cells = tuple[tuple[int, int], ...]
@@ -193,9 +193,3 @@ def fetch_cells(b: Builder, ref: Ref, out_px: tuple[int, ...]) -> tuple[Ref, Til
 
 def _split_cells(size_px: int, count: int) -> list[tuple[int, int]]:
     return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]
-
-
-def infer_pooled_spec(b: Builder, node: Node, size_px: Sequence[int]) -> TensorSpec:
-    """Return the spec of the values of a pool with two outputs, which has no spec of its own."""
-    spec = b.get_value(node.arguments["self"]).spec
-    return TensorSpec((*spec.shape[: -len(size_px)], *size_px), spec.dtype)

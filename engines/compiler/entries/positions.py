@@ -17,7 +17,6 @@ from mpi4dl_nb.engines.compiler.entries.pooling import (
     Settings,
     check_same_axes,
     fetch_cells,
-    infer_pooled_spec,
     make_pool_windows,
     read_pool_window,
 )
@@ -25,7 +24,7 @@ from mpi4dl_nb.engines.compiler.entries.reduction import all_gather_partials
 from mpi4dl_nb.engines.compiler.local_rules import make_gather_error, split_arguments
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.windows import TransposedWindow
-from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
 from mpi4dl_nb.engines.program.kernels import cut_spans, get_operator, register_kernel
 
 
@@ -58,7 +57,7 @@ def pool_maximum_with_indices(b: Builder, node: Node) -> None:
     seen = window.held if any(padding) else window.wanted
     windows = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
     settings = *windows, padding, tuple(span.start for span in seen), value.size_px
-    like = infer_pooled_spec(b, node, out_px)
+    like = _infer_pooled_spec(b, node, out_px)
     b.add_local_op(node.name, "tile.max_pool_with_places", x, *settings, like=like, axes=b.image_axes)
 
 
@@ -76,6 +75,12 @@ def pool_tile(
     pool = get_operator(f"aten.max_pool{len(kernel)}d_with_indices.default")
     values, index = pool(x, kernel, stride, padding, dilation)
     return values, to_whole_index(index, x.shape[-len(kernel) :], corner, size_px)
+
+
+def _infer_pooled_spec(b: Builder, node: Node, size_px: Sequence[int]) -> TensorSpec:
+    """Return the spec of the values of a pool with two outputs, which has no spec of its own."""
+    spec = b.get_value(node.arguments["self"]).spec
+    return TensorSpec((*spec.shape[: -len(size_px)], *size_px), spec.dtype)
 
 
 def _find_first_maximum(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -125,7 +130,7 @@ def pool_adaptive_maximum(b: Builder, node: Node) -> None:
     check_same_axes(b, node)
     source, count = node.arguments["self"], len(b.image_axes)
     value, out_px = b.get_value(source), tuple(node.arguments["output_size"])
-    like = infer_pooled_spec(b, node, out_px)
+    like = _infer_pooled_spec(b, node, out_px)
     if set(out_px) == {1}:
         corner = tuple(span.start for span in b.get_tiles(value.size_px)[b.rank])
         dims = list(range(len(like.shape) - count, len(like.shape)))
