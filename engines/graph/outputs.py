@@ -26,7 +26,8 @@ def get_prediction(answer: Any) -> Any:
 
     An output of several tensors without that name is returned unchanged.
     """
-    parts = _get_parts(answer._asdict() if hasattr(answer, "_asdict") else answer)  # that of a named tuple
+    is_named = isinstance(answer, tuple) and hasattr(answer, "_asdict")  # a named tuple
+    parts = _get_parts(answer._asdict() if is_named else answer)
     if parts and parts.get("logits") is not None:
         return parts["logits"]
     tensors = list(collect_tensors(answer).values())
