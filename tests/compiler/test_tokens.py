@@ -37,6 +37,11 @@ def make_matrix(x: Tensor) -> Tensor:
     return torch.arange(12.0, dtype=x.dtype, device=x.device).reshape(3, 4) - 5
 
 
+def make_rows(x: Tensor) -> Tensor:
+    """(3, C * H * W), made of what a graph can make."""
+    return torch.arange(3.0 * x[0].numel(), dtype=x.dtype, device=x.device).remainder(5).reshape(3, -1) - 2
+
+
 def to_windows(x: Tensor) -> Tensor:
     """(N, C, H, W) as (windows, 4 * 4, C)."""
     n, c, h, w = x.shape
@@ -78,6 +83,8 @@ EXACT = {
     "tokens, there and back": lambda x: to_image(2 * to_tokens(x), x),
     "tokens of all images": lambda x: to_tokens(x).reshape(-1, 4).relu(),
     "everything": lambda x: 2 * x.flatten(),
+    "linear over all of each image": lambda x: F.linear(x.flatten(1), make_rows(x), make_matrix(x)[0, :3]),
+    "linear over all pixels of each channel": lambda x: F.linear(x.flatten(2), make_rows(x[:, :1])),
     "all of each image": lambda x: x.flatten(1) * 3,
     "a matrix for each token": lambda x: F.linear(to_tokens(x), make_matrix(x)),
     "a matrix product for each token": lambda x: to_tokens(x) @ make_matrix(x).T,

@@ -11,11 +11,9 @@ import torch
 
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.local_rules import (
-    align_arguments,
     all_gather_pixels,
     apply_locally,
-    check_deterministic,
-    find_sharded_dims,
+    cut_to_tile,
     get_spec,
     make_gather_error,
     map_refs,
@@ -27,11 +25,22 @@ from mpi4dl_nb.engines.graph.model_graph import Node, Ref
 
 @register_rule("aten.linear.default", tiled=("input",))
 def linear(b: Builder, node: Node) -> None:
-    """Multiply along the channels, which are the last axis, by a matrix that all pixels share."""
-    pixels, shape = node.arguments["input"], get_spec(b, node.arguments["input"].name).shape
-    if len(shape) - 1 in find_sharded_dims(b, pixels):
+    """Multiply along the channels, which are the last axis, by a matrix that all pixels share.
+
+    If the last axis has all pixels, as behind `flatten(1)`, each rank multiplies its own by their columns of the
+    matrix, and the products are added up. Raises NeedsGatherError if it has rows, or columns, alone.
+    """
+    a, value = node.arguments, b.get_value(node.arguments["input"])
+    dims = {place.dim for place in value.places}
+    if -1 not in dims:
+        apply_locally(b, node, value.places)
+        return
+    if dims != {-1}:
         raise make_gather_error(node, "multiplies along a spatial axis")
-    apply_locally(b, node, b.get_value(pixels).places)
+    matrix = cut_to_tile(b, node, a["weight"], value, b.get_tiles(value.size_px)[b.rank])
+    factors = b.crop_to_own(a["input"]), matrix, None
+    part = b.add_local_op(f"{node.name}.part", "aten.linear.default", *factors, like=node.result)
+    _add_up(b, node, part, a["bias"])
 
 
 @register_rule("aten.matmul.default", "aten.bmm.default")
@@ -54,26 +63,6 @@ def einsum(b: Builder, node: Node) -> None:
     if not arrow or "." in equation:
         raise make_gather_error(node, "has no explicit result")
     _contract(b, node, list(zip(terms.split(","), node.arguments["tensors"], strict=True)), out)
-
-
-@register_rule("aten.scaled_dot_product_attention.default")
-def attend(b: Builder, node: Node) -> None:
-    """Attend from the queries of each rank to all keys, which are gathered, or within each window by itself.
-
-    Raises NeedsGatherError if there are too many keys to gather.
-    """
-    check_deterministic(b, node)
-    a = node.arguments
-    places = b.get_value(a["query"]).places
-    dims = {place.dim for place in places}
-    if not places or -1 in dims or (-2 in dims and a["is_causal"]):
-        raise make_gather_error(node, "attends to pixels that lie anywhere")
-    if -2 not in dims:  # windows are a part of the batch
-        apply_locally(b, node, places, **align_arguments(b, node))
-        return
-    keys = {name: all_gather_pixels(b, node, a[name]) for name in ("key", "value")}
-    rest = replace(node, arguments={"query": a["query"], **({"attn_mask": a["attn_mask"]} if a["attn_mask"] else {})})
-    apply_locally(b, node, places, **keys, **align_arguments(b, rest))
 
 
 def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: str) -> None:
@@ -110,8 +99,15 @@ def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: 
     elif sharded & set(out):
         raise make_gather_error(node, "sums over one spatial axis of two")
     else:
-        # The parts are added in the type of sums: half precision would be rounded once for each rank.
-        part, sums = apply_locally(b, replace(node, name=f"{node.name}.part"), ()), node.result.sums
-        wide = b.add_local_op(f"{node.name}.wide", "aten.to.dtype", part, getattr(torch, sums.dtype), like=sums)
-        dtype = getattr(torch, node.result.dtype)
-        b.add_local_op(node.name, "aten.to.dtype", b.all_reduce(wide), dtype, like=node.result)
+        _add_up(b, node, apply_locally(b, replace(node, name=f"{node.name}.part"), ()))
+
+
+def _add_up(b: Builder, node: Node, part: Ref, bias: Ref | None = None) -> None:
+    """Make the node's result from the ranks' parts of it: their sum, and the bias if there is one."""
+    # They are added in the type of sums: half precision would be rounded once for each rank.
+    sums, dtype = node.result.sums, getattr(torch, node.result.dtype)
+    wide = b.add_local_op(f"{node.name}.wide", "aten.to.dtype", part, getattr(torch, sums.dtype), like=sums)
+    total = b.all_reduce(wide)
+    if bias is not None:
+        total = b.add_local_op(f"{node.name}.biased", "aten.add.Tensor", total, bias, like=sums)
+    b.add_local_op(node.name, "aten.to.dtype", total, dtype, like=node.result)
