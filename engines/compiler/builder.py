@@ -17,6 +17,7 @@ from mpi4dl_nb.engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, Ten
 from mpi4dl_nb.engines.program.effects import LocalOp, Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute, ModelInstruction, RunningStatistics
+from mpi4dl_nb.engines.program.ring import RingAttention
 
 MovesByRank = Mapping[int, tuple[Move, ...]]
 
@@ -150,6 +151,19 @@ class Builder(ValueLayouts):
         self.values[target] = ValueLayout(target, value.spec, (), value.differentiable)
         return Ref(target)
 
+    def reserve_tags(self, count: int = 2) -> int:
+        """Return the first of so many tags for the messages of an instruction, an even number like `count`."""
+        # On every rank, even one that sends and receives nothing here.
+        self.tag += count
+        return self.tag + 2 - count
+
+    def add_ring(self, ring: RingAttention, value: ValueLayout) -> Ref:
+        """Add attention to the keys of several ranks; `value` is its result."""
+        self.flush()
+        self.instructions.append(ring)
+        self.values[value.name] = value
+        return Ref(value.name)
+
     def read_window(self, ref: Ref, out_px: tuple[int, ...], *rules: SpanRule, fill: float = 0.0) -> Window:
         """Return the window of a tiled value that this rank's part of an `out_px` image reads, exchanged if needed.
 
@@ -186,8 +200,7 @@ class Builder(ValueLayouts):
         """
         if self.tile_by_tile and self.extended.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
-        # The tag advances on every rank, even one that sends and receives nothing here.
-        self.tag += 2
+        self.reserve_tags()
         ref = self.split_axes(ref)
         value, target = self.get_value(ref), f"{ref.name}.window{self.tag}"
         owned = self.get_tiles(value.size_px)
@@ -329,7 +342,7 @@ class Builder(ValueLayouts):
                 instruction = replace(instruction, inputs=inputs, outputs=outputs, differentiable=differentiable)
                 wanted.update(inputs)
             else:
-                wanted.add(instruction.source)
+                wanted.update(instruction.sources)
             done.append(instruction)
         return done[::-1]
 

@@ -135,12 +135,12 @@ def _can_broadcast(size: int, whole: int) -> bool:
     return size in (1, whole)
 
 
-def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
-    """Return the part, under this rank's tile of the node's result, of a value that every rank holds whole.
+def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout, tile: Tile | None = None) -> Ref:
+    """Return the part, under this rank's `tile` of the node's result, of a value that every rank holds whole.
 
-    The last axes of the value are those of `tiled`, or of size 1.
+    The last axes of the value are those of `tiled`, or of size 1. By default the tile is all that the rank computes.
     """
-    spec, tile = get_spec(b, ref.name), b.get_output_tiles(tiled.size_px)[b.rank]
+    spec, tile = get_spec(b, ref.name), tile or b.get_output_tiles(tiled.size_px)[b.rank]
     pairs = zip(tiled.places, tile, strict=True)
     cut = {place: span for place, span in pairs if len(spec.shape) >= -place.dim and spec.shape[place.dim] > 1}
     value = ValueLayout(ref.name, spec, tuple(cut), differentiable=True)
@@ -289,14 +289,21 @@ def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
 
     Raises NeedsGatherError if there are more than `WHOLE_PX`: of one image, or of all images if ranks share them.
     """
-    if b.is_tiled(ref) and len(b.stage.ranks) > 1:
-        value = b.get_value(ref)
-        shape = value.spec.shape
-        size_px = value.size_px if b.stage.shares == 1 else (*shape[:1], *shape[2:])
-        if math.prod(size_px) > WHOLE_PX:
-            things = "pixels" if b.stage.shares == 1 else "numbers of a channel"
-            raise make_gather_error(node, f"reads all {_format_sizes(size_px)} {things} of {ref.name}")
+    if is_too_large(b, ref):
+        things = "pixels" if b.stage.shares == 1 else "numbers of a channel"
+        raise make_gather_error(node, f"reads all {_format_sizes(_get_gathered_px(b, ref))} {things} of {ref.name}")
     return b.all_gather(ref)
+
+
+def is_too_large(b: Builder, ref: Ref) -> bool:
+    """Return whether other ranks hold parts of a value, and it has too many pixels for each to hold all of them."""
+    return b.is_tiled(ref) and len(b.stage.ranks) > 1 and math.prod(_get_gathered_px(b, ref)) > WHOLE_PX
+
+
+def _get_gathered_px(b: Builder, ref: Ref) -> tuple[int, ...]:
+    value = b.get_value(ref)
+    shape = value.spec.shape
+    return value.size_px if b.stage.shares == 1 else (*shape[:1], *shape[2:])
 
 
 def all_gather_lines(b: Builder, node: Node, source: Ref, axis: int, lines: Span) -> Ref:

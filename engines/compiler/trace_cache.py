@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mpi4dl_nb.engines.comm.device import choose_autocast_type
+from mpi4dl_nb.engines.compiler.joined_attention import join_attention
 from mpi4dl_nb.engines.compiler.model_mixing import find_mixing
 from mpi4dl_nb.engines.compiler.operand_types import check_operand_types, trace_in_fitting_type
 from mpi4dl_nb.engines.compiler.whole_loss import with_whole_loss
@@ -217,7 +218,8 @@ class TraceCache:
         """Trace the model for these specs."""
         key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
         if key not in self._traces:
-            graph = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
+            kind = choose_autocast_type(self.device)
+            graph = join_attention(trace(self.model, self.loss, images, answers, plan.precision, kind))
             check_batched(graph)
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:

@@ -72,6 +72,20 @@ def split_shape(shape: tuple[int, ...], places: Places) -> tuple[tuple[int, ...]
     return tuple(factors), tuple(numbers[place] - len(factors) for place in places)
 
 
+def list_ranges(shape: Sequence[int], places: Places, tile: Tile) -> list[tuple[int, int, int]]:
+    """Return the positions of a tile, of all dimensions in row-major order: sizes of factors, with start and stop.
+
+    >>> from mpi4dl_nb.engines.geometry.tiles import Span
+    >>> list_ranges((2, 24), (Place(-1, 1, 6), Place(-1, 4, 1)), Tile(Span(0, 4), Span(3, 6)))
+    [(2, 0, 2), (4, 0, 4), (6, 3, 6)]
+    """
+    factors, axes = split_shape(tuple(shape), places)
+    ranges = [(size, 0, size) for size in factors]
+    for axis, span in zip(axes, tile, strict=True):
+        ranges[axis] = factors[axis], span.start, span.stop
+    return ranges
+
+
 def compute_local_shape(shape: Sequence[int], places: Places, tile: Tile) -> tuple[int, ...]:
     """Return the shape of a tile of a value.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mpi4dl_nb.engines.comm.device import choose_autocast_type, choose_device, place_inputs, use_threads
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.compiler.compile import Compiler
+from mpi4dl_nb.engines.compiler.joined_attention import join_attention
 from mpi4dl_nb.engines.compiler.model_mixing import find_mixing
 from mpi4dl_nb.engines.compiler.operand_types import check_operand_types, trace_in_fitting_type
 from mpi4dl_nb.engines.compiler.operator_table import UserOps
@@ -58,7 +59,7 @@ def prepare_prediction(
 
 def _trace(model: nn.Module, images: TensorSpec, plan: Plan, device: str) -> ModelGraph:
     def trace() -> ModelGraph:
-        graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
+        graph = join_attention(trace_inference(model, images, plan.precision, choose_autocast_type(device)))
         check_operand_types(graph)
         return graph
 

@@ -251,6 +251,9 @@ class _ActionBuilder:
                     yield ComputeWork(offloaded_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
                 else:  # without a device, backward reads them in place: only forward copies
                     yield self._estimate_copy(offloaded_bytes if step.phase is Phase.FORWARD else 0)
+        elif step.instruction.local_ops:
+            tally = self._get_direction_tally(step).segments[step.instruction.name]
+            yield self.prices.get_segment_work(tally, self.threads, step.phase, recompute=False)
         for inner in effects.inner:  # whose own computation is negligible beside a convolution
             yield from self._build_actions(step, inner, waited=False)
         if effects.messages:

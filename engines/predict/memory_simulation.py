@@ -200,7 +200,7 @@ class _MicroBatchMemory(LiveValues[Block]):
         item, forward = step.instruction, step.phase is Phase.FORWARD
         self.leaving = []
         if effects.messages:
-            self._hold_messages(item, effects.messages, forward)
+            self._hold_messages(item, effects.messages, forward, effects.temporary)
         if item.is_local:
             self._compute(item, effects) if forward else self._compute_back(item, step.phase)
         if forward:
@@ -329,10 +329,10 @@ class _MicroBatchMemory(LiveValues[Block]):
             key = self.tally.lies_in[name]
             self._hold_key(key) if messages.posts else self.ledger.release((self.number, key))
 
-    def _hold_messages(self, item: Instruction, messages: Messages, forward: bool) -> None:
+    def _hold_messages(self, item: Instruction, messages: Messages, forward: bool, temporary: int) -> None:
         # The buffers of two-way exchanges are kept between steps, in an arena that `simulate_memory` holds throughout.
         if not messages.arena:
-            self.ledger.add_transient(messages=messages.packed + messages.unpacked)
+            self.ledger.add_transient(messages=messages.packed + messages.unpacked, passing=temporary)
         # The source tensor of a send is held, too; in backward it is a gradient without other use.
         if messages.lasting:
             self.leaving.append((self.number, item.name, forward))

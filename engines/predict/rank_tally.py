@@ -23,7 +23,7 @@ from mpi4dl_nb.engines.predict.tallies import (
     classify_kernel,
     get_convolution_shape,
 )
-from mpi4dl_nb.engines.program.effects import LocalOp, Phase
+from mpi4dl_nb.engines.program.effects import Instruction, LocalOp, Phase
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
 from mpi4dl_nb.engines.program.kernels import SLOT_ARGUMENTS
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program
@@ -321,6 +321,17 @@ class _DirectionCounter:
         self.lies_in[name] = key
         self.bytes.setdefault(key, local.spec.bytes)
 
+    def _count_own_work(self, item: Instruction) -> SegmentTally:
+        """Return the tally of the kernels that a communication runs; its values and memory are in its effects."""
+
+        def resolve(argument: Any) -> Any:
+            if isinstance(argument, Ref):
+                return self.values[argument.name]
+            return LocalTensor.of(argument, item.differentiable) if isinstance(argument, TensorSpec) else argument
+
+        ops = [build_op_tally(op.kernel, [resolve(argument) for argument in op.arguments]) for op in item.local_ops]
+        return SegmentTally(tuple(ops), frozenset(), {}, 0, 0, {}, {}, late=False)
+
     def build_tally(self) -> DirectionTally:
         segments = {}
         inputs = {}
@@ -338,6 +349,8 @@ class _DirectionCounter:
             if isinstance(item, Compute):
                 segments[item.name] = _SegmentCounter(item, self).build_tally()
                 continue
+            if item.local_ops:
+                segments[item.name] = self._count_own_work(item)
             for name, spec in effects.specs.items():
                 key = Block(name, "window" if effects.messages else "value")
                 self.bytes[key] = spec.bytes

@@ -108,9 +108,10 @@ class Effects:
     """What one instruction does in one phase.
 
     It `reads` values and `makes` others, whose specs are `specs` where they do not follow from its kernels. In another
-    phase than FORWARD these are the gradients of the values, and those that are read are freed. `updates` is set only
-    for the weight update, which runs on all ranks or none: the number of running statistics that it updates. `inner`
-    are the effects of a small program that the instruction runs.
+    phase than FORWARD these are the gradients of the values, and those that are read are freed. `temporary` are the
+    bytes of memory that it needs beside them and its messages. `updates` is set only for the weight update, which runs
+    on all ranks or none: the number of running statistics that it updates. `inner` are the effects of a small program
+    that the instruction runs.
     """
 
     reads: tuple[str, ...] = ()
@@ -118,6 +119,7 @@ class Effects:
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)
     messages: Messages | None = None
     reductions: tuple[Reduction, ...] = ()
+    temporary: int = 0
     updates: int | None = None
     inner: tuple[Effects, ...] = ()
 

@@ -67,6 +67,11 @@ class Exchange(Instruction):
     ends: bool = True
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """The values that it reads."""
+        return (self.source,)
+
+    @property
     def key(self) -> str:
         """The name of the exchange, which its two halves share."""
         return self.name if self.begins and self.ends else self.name.rpartition(" ")[0]

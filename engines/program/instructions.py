@@ -13,6 +13,7 @@ from typing import ClassVar
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, LocalOp, Phase, Reduction
 from mpi4dl_nb.engines.program.exchange import Exchange
+from mpi4dl_nb.engines.program.ring import RingAttention
 
 DEVICE = Ref("@device")
 """Placeholder for the device of a rank's tensors in a kernel's arguments; each rank substitutes its own device."""
@@ -64,6 +65,11 @@ class AllReduce(Instruction):
     spec: TensorSpec
     group: tuple[int, ...]
     differentiable: bool
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The values that it reads."""
+        return (self.source,)
 
     @property
     def bytes(self) -> int:
@@ -190,5 +196,5 @@ class Update(Instruction):
         return Effects(reductions=tuple(means), updates=len(self.statistics))
 
 
-ModelInstruction = Compute | Exchange | AllReduce
+ModelInstruction = Compute | Exchange | AllReduce | RingAttention
 """The instructions of which a micro-batch's forward pass consists."""

@@ -17,12 +17,13 @@ from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, StartedExchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute
 from mpi4dl_nb.engines.program.program import DirectionProgram, LiveValues
+from mpi4dl_nb.engines.program.ring import RingAttention, RingRunner
 from mpi4dl_nb.engines.program.segment import Segment
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What all micro-batches of a rank share. Runners are keyed by `Exchange.key`, segments by the instruction's name.
+    """What all micro-batches of a rank share. Exchanges are by `Exchange.key`, all others by the instruction's name.
 
     `keeps_graphs`: a segment's local autograd graph is kept until its backward pass, which otherwise recomputes it.
     """
@@ -30,6 +31,7 @@ class Runtime:
     world: World
     exchange_runners: Mapping[str, ExchangeRunner]
     segments: dict[str, Segment]
+    ring_runners: Mapping[str, RingRunner]
     keeps_graphs: bool = True
 
 
@@ -240,6 +242,24 @@ class MicroBatchState(LiveValues[Tensor]):
             runner.wait_backward(self._under_way.pop(exchange.key), source, alone)
         return sent
 
+    def _attend(self, ring: RingAttention, phase: Phase) -> int:
+        runner = self.runtime.ring_runners[ring.name]
+        if phase is Phase.FORWARD:
+            result, log_sums, sent = runner.run_forward(self.values, self.seed)
+            self.keep(ring.target, result, ring.differentiable)
+            self.keep(ring.log_sums, log_sums, differentiable=False)
+            return sent
+        leaves = {name: self.fetch(self.leaves[name]) for name in (*ring.sources, ring.target, ring.log_sums)}
+        grad = self.take_gradient(ring.target)
+        self.release_leaf(ring.log_sums)
+        # A rank whose result nobody reads takes part with zeros: the others need its keys.
+        grad = torch.zeros_like(leaves[ring.target]) if grad is None else grad
+        gradients, sent = runner.run_backward(leaves, grad, self.seed)
+        for name, part in gradients.items():
+            if (leaf := leaves[name]).requires_grad:
+                leaf.grad = part if leaf.grad is None else leaf.grad.add_(part)
+        return sent
+
 
 Kernel = Callable[[MicroBatchState, Any, Phase], int]
 """Runs an instruction for a micro-batch in a phase, and returns the bytes that it sent."""
@@ -248,6 +268,7 @@ KERNELS: dict[type[Instruction], Kernel] = {
     Compute: MicroBatchState._compute,
     Exchange: MicroBatchState._exchange,
     AllReduce: MicroBatchState._sum,
+    RingAttention: MicroBatchState._attend,
 }
 """The kernels of the instructions of a micro-batch, by their kind."""
 

@@ -54,12 +54,27 @@ def _shift_right(word: Tensor, by: int) -> Tensor:
     return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def sample_uniform(seed: int, draw: int, place: Ranges, device: torch.device) -> Tensor:
-    """Return numbers of [0, 1) in float64, multiples of 2 ** -53, for the positions in `place`."""
-    # The row-major index of each position in the whole tensor: a tile draws what the whole image draws there.
+def number_positions(place: Ranges, device: torch.device) -> Tensor:
+    """Return the row-major index, in the whole tensor, of each position in `place`.
+
+    >>> number_positions([(4, 1, 3), (6, 0, 2)], torch.device("cpu"))
+    tensor([[ 6,  7],
+            [12, 13]])
+    """
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, stop in place:
         index = index[..., None] * size + torch.arange(start, stop, device=device)
+    return index
+
+
+def sample_uniform(seed: int, draw: int, place: Ranges, device: torch.device) -> Tensor:
+    """Return numbers of [0, 1) in float64, multiples of 2 ** -53, for the positions in `place`."""
+    # A tile draws what the whole image draws there.
+    return sample_numbered(seed, draw, number_positions(place, device))
+
+
+def sample_numbered(seed: int, draw: int, index: Tensor) -> Tensor:
+    """Return the numbers of `sample_uniform` for positions given by their row-major index, which is overwritten."""
     # state = seed + (index + 1) * golden, then the finaliser. int64 wraps around as uint64 does.
     word = index.add_(1).mul_(_to_signed(_GOLDEN)).add_(_to_signed(compute_step_seed(seed, draw)))
     word = word.bitwise_xor_(_shift_right(word, 30)).mul_(_to_signed(_FIRST))
@@ -101,6 +116,9 @@ _DRAWN = (
 draws = tuple(f"aten.{name}" for name in _DRAWN.split())
 """The operators that draw by position."""
 
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+"""The operator that drops some of its weights, if it has dropout."""
+
 
 @register_kernel("tile.draw")
 def sample_at(
@@ -138,9 +156,11 @@ def _compute_slopes(x: Tensor, drawn: Tensor, lower: float, upper: float) -> Ten
 
 
 def _is_random(node: Node) -> bool:
+    a = node.arguments
+    if node.operator == _ATTENTION:
+        return bool(0 < a["dropout_p"] < 1)
     if node.operator not in draws:
         return False
-    a = node.arguments
     if "training" in a:
         return bool(a["training"])
     return bool(a["train"]) and 0 < a["p"] < 1 if "train" in a else True

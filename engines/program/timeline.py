@@ -17,8 +17,8 @@ from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.instructions import FINITE_CHECK
 from mpi4dl_nb.engines.program.program import Step
 
-WORK = ("compute", "update")
-"""The kinds of instructions in which a rank depends on no other."""
+WORK = ("compute", "ring", "update")
+"""The kinds of instructions of which the time without waiting is spent on a rank's own work."""
 
 
 class TimelineEvent(NamedTuple):

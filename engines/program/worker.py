@@ -30,6 +30,7 @@ from mpi4dl_nb.engines.program.instructions import (
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState, Runtime
 from mpi4dl_nb.engines.program.program import CountLabels, Program, Step
+from mpi4dl_nb.engines.program.ring import RingAttention, RingRunner
 from mpi4dl_nb.engines.program.rng import compute_step_seed
 from mpi4dl_nb.engines.program.segment import Segment, find_output_allocators
 from mpi4dl_nb.engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
@@ -87,7 +88,9 @@ class Worker:
         for way in program.direction_programs.values():
             rooms = find_output_allocators(way, runners)
             segments |= {item.name: make_segment(item, owned, rooms) for item in select_kind(way.forward, Compute)}
-        self.runtime = Runtime(world, runners, segments, keeps_graphs)
+        rings = select_kind(program.forward, RingAttention)
+        ring_runners = {ring.name: RingRunner(ring, world, self.device) for ring in rings}
+        self.runtime = Runtime(world, runners, segments, ring_runners, keeps_graphs)
         self.restart({})
 
     def connect(self) -> None:

@@ -122,7 +122,8 @@ class RankStepper:
             messages = worker.program.effects[worker.position].messages
             # A larger exchange (64 MiB) is carried out without copies of its effects.
             if messages and messages.waits and messages.bytes <= 1 << 26:
-                carrier = worker.runtime.exchange_runners[step.instruction.key]
+                carrier = worker.runtime.exchange_runners.get(step.instruction.key)
+            if carrier is not None:
                 carrier.received, self._get_plane = self._landings, carrier.exchange.get_plane
             try:
                 self.training.advance()

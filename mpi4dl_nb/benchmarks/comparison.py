@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Messages and bytes sent in a training step under several plans, counted from the ranks' programs.
 
 
-KINDS = ("halo", "stage", "all-reduce")
+KINDS = ("halo", "stage", "all-reduce", "ring")
 TrafficByKind = Mapping[str, Traffic]
 
 

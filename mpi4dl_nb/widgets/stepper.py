@@ -23,7 +23,7 @@ from mpi4dl_nb.widgets.saved_view import SavedPart
 from mpi4dl_nb.widgets.step_scene import GRADIENT, StepScene
 
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
-KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
+KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "ring", "update")
 SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))
 PHASES = (ANY, "forward", "backward", "update")
 RECORDED = 256

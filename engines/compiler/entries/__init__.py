@@ -2,6 +2,7 @@
 
 from mpi4dl_nb.engines.compiler.entries import (  # noqa: F401
     assignment,
+    attention,
     channels,
     convolution,
     interpolation,

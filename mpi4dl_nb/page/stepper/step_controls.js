@@ -9,7 +9,7 @@ import { summariseFrame } from "./step_frames.js";
 /** @type {Record<string, [string, string]>} */
 const SIGNS = {
   compute: ["c", "#56b4e9"], halo: ["h", "#009e73"], stage: ["s", "#cc79a7"], "all-reduce": ["Σ", "#f0e442"],
-  update: ["u", "#9e9e9e"], "": ["·", "#d9d9d9"],
+  ring: ["k", "#0072b2"], update: ["u", "#9e9e9e"], "": ["·", "#d9d9d9"],
 };
 const HIGH = 30, RESTART = "r";
 
@@ -63,7 +63,7 @@ export class StepControls {
       makeGroup("Look at the record", "", this.backButton, this.forwardButton, this.badge),
       makeGroup("", "", this.playButton, this.speed));
     const line = makeElement("div", { class: "mpi4dl-step-line" }, this.title, this.trouble);
-    const legend = makeElement("div", { class: "mpi4dl-scrubber-legend" }, ...Object.entries(SIGNS).slice(0, 5).map(
+    const legend = makeElement("div", { class: "mpi4dl-scrubber-legend" }, ...Object.entries(SIGNS).slice(0, 6).map(
       ([kind, [sign, colour]]) => makeElement("span", { class: "mpi4dl-look" }, makeMark(sign, colour), ` ${kind}`)),
       makeElement("span", { text: "above: forward, below: backward, »: several at once" }), this.note);
     this.element = makeElement("div", { "data-lm-suppress-shortcuts": "true" }, this.bar, line, this.slider, legend);

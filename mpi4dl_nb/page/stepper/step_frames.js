@@ -44,7 +44,7 @@ export function readValues(frame, place) {
 }
 
 /** Kinds of instructions in the order in which one stands for a frame in which ranks did several. */
-const KIND_ORDER = ["halo", "stage", "all-reduce", "update", "compute"];
+const KIND_ORDER = ["halo", "stage", "ring", "all-reduce", "update", "compute"];
 
 /** Return `{ kind, phase }` of a frame: of the ranks that went on, the kind that tells most.
  * @type {(meta: Pick<FrameMeta, "ranks">) => { kind: string, phase: string }} */

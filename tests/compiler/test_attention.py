@@ -1,0 +1,309 @@
+"""Attention to more keys than each rank may hold: they travel in a ring, and the result is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl_nb import Cluster, Training, forecast, show_step
+from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.compiler import joined_attention, local_rules
+from mpi4dl_nb.engines.errors import TraceError
+from mpi4dl_nb.engines.geometry.tiles import Grid
+from mpi4dl_nb.engines.plan import Plan
+from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
+from mpi4dl_nb.engines.program import attention
+from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention, ScoreRule
+from mpi4dl_nb.engines.program.ring import RingAttention
+from mpi4dl_nb.engines.train.recipe import prepare
+from mpi4dl_nb.engines.train.verify import verify
+from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds
+from tests.compiler.test_tokens import to_image, to_tokens
+from tests.compiler.test_whole import make_compiler
+from tests.exact import assert_exact, close, make_tiled_plan
+from tests.predict.measured import measure_live_bytes
+from tests.sampling import set_trials
+
+FEW_PX = 3
+"""So few positions may be gathered here that all keys travel."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_keys() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_rules, "WHOLE_PX", FEW_PX)
+        patch.setattr(joined_attention, "WHOLE_PX", FEW_PX)
+        yield
+
+
+def attend(x: Tensor, **how: object) -> Tensor:
+    t = to_tokens(x)
+    return to_image(F.scaled_dot_product_attention(t, t * 0.5, 2 * t, **how), x)
+
+
+def attend_by_hand(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    t = to_tokens(x)
+    scores = (t @ t.transpose(1, 2)) * scale
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    return to_image(F.dropout(weights, dropout) @ t, x)
+
+
+def attend_by_einsum(x: Tensor) -> Tensor:
+    t = to_tokens(x)
+    weights = (torch.einsum("nid,njd->nij", t, t) / 2).softmax(dim=-1)
+    return to_image(torch.einsum("nij,njd->nid", weights, t), x)
+
+
+def make_places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2] * x.shape[3], device=x.device)
+
+
+def hide_all_for_some(x: Tensor) -> Tensor:
+    """(tokens, tokens): the first queries see no key, and the others those at or before their place."""
+    place = make_places(x)
+    return (place[:, None] >= place) & (place[:, None] > 1)
+
+
+def use_heads(x: Tensor) -> Tensor:
+    t = to_tokens(x).unflatten(-1, (2, 2)).transpose(1, 2)
+    return to_image(F.scaled_dot_product_attention(t, t, t).transpose(1, 2).flatten(2), x)
+
+
+def attend_along(x: Tensor, order: tuple[int, ...], **how: object) -> Tensor:
+    """Each row, or column, by itself (Ho et al., 2019, arXiv:1912.12180)."""
+    lines = x.permute(order)
+    back = tuple(order.index(axis) for axis in range(4))
+    return F.scaled_dot_product_attention(lines, lines, lines, **how).permute(back)
+
+
+RINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": attend,
+    "scaled": lambda x: attend(x, scale=0.25),
+    "causal": lambda x: attend(x, is_causal=True),
+    "a mask of bool": lambda x: attend(x, attn_mask=hide_all_for_some(x)),
+    "a mask of numbers": lambda x: attend(x, attn_mask=make_places(x) * torch.ones_like(x[0, 0, 0, 0]) / 8),
+    "a mask for each query": lambda x: attend(x, attn_mask=to_tokens(x)[..., :1].detach()),
+    "dropout": lambda x: attend(x, dropout_p=0.4),
+    "causal, with dropout": lambda x: attend(x, is_causal=True, dropout_p=0.4),
+    "heads": use_heads,
+    "fewer keys": lambda x: to_image(
+        F.scaled_dot_product_attention(
+            to_tokens(x), *[to_tokens(F.max_pool2d(x, (1, 2), ceil_mode=True, stride=1, padding=(0, 1)))] * 2
+        ),
+        x,
+    ),
+    "other values than keys": lambda x: F.scaled_dot_product_attention(
+        to_tokens(x), to_tokens(x), to_tokens(torch.cat([x, x], 1))
+    ).sum(-1),
+    "rows": lambda x: attend_along(x, (0, 2, 3, 1)),
+    "columns": lambda x: attend_along(x, (0, 3, 2, 1)),
+    "columns, with dropout": lambda x: attend_along(x, (0, 3, 2, 1), dropout_p=0.4),
+    "without a gradient": lambda x: attend(x.detach()) * x,
+    "of another's gradient": lambda x: attend(x) * x.sigmoid(),
+    "by hand": attend_by_hand,
+    "by hand, scaled": lambda x: attend_by_hand(x, 0.5),
+    "by hand, with a mask": lambda x: attend_by_hand(x, 0.5, make_places(x) * torch.ones_like(x[0, 0, 0, 0]) / 8),
+    "by hand, with dropout": lambda x: F.dropout(attend_by_hand(F.dropout(x, 0.2), dropout=0.4), 0.2),
+    "by einsum": attend_by_einsum,
+    "twice": lambda x: attend(attend(x)),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", RINGS)
+@set_trials(3)
+@given(case=generate_images_on_grids(), seed=seeds)
+def test_attention_in_a_ring(name: str, case: tuple[Grid, Pair], seed: int):
+    grid, size_px = case
+    size_px = max(2, size_px[0]), max(2, size_px[1])  # of a single column, tokens are rows, and few
+    images = torch.randn(2, 4, *size_px, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    check(RINGS[name], images, grid, same=close)
+
+
+class TokenMixer(nn.Module):
+    """A block of a vision transformer between two convolutions (Dosovitskiy et al., 2021, arXiv:2010.11929)."""
+
+    def __init__(self, dropout: float = 0.0, causal: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+        self.norm, self.qkv, self.project = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.dropout, self.causal = dropout, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        t = to_tokens(x)
+        query, key, value = self.qkv(self.norm(t)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, None, self.dropout, self.causal)
+        return self.head(to_image(t + self.project(mixed.transpose(1, 2).flatten(2)), x))
+
+
+@pytest.mark.parametrize("fused", [0, 2])
+@pytest.mark.parametrize("grid", ["1x1", "1x3", "2x2", "3x2"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_transformer_between_convolutions(dropout: float, grid: str, fused: int):
+    torch.manual_seed(1)
+    assert_exact(
+        TokenMixer(dropout).double(), torch.randn(2, 3, 7, 9).double(), make_tiled_plan(grid, fused), same=close
+    )
+
+
+def test_keys_do_not_meet_on_any_rank():
+    """Each rank sends its own keys and values to every other one, and backward once more, with their gradients."""
+    program = make_compiler(TokenMixer(), (1, 3, 8, 8), "2x2").compile_rank(0)
+    (ring,) = (item for item in program.forward if isinstance(item, RingAttention))
+    assert [block.key.shape for block in ring.blocks] == [(1, 2, 16, 4)] * 4
+    assert ring.spec.shape == (1, 2, 16, 4)
+
+
+def make_queries(rule: ScoreRule, seed: int = 0, mask: Tensor | None = None) -> tuple[Queries, Tensor, Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(2, 3, count, 4, dtype=torch.float64, generator=make) for count in (9, 11, 11))
+    groups, tokens = [(2, 0, 2), (3, 0, 3)], [(9, 0, 9)]
+    return Queries(query, rule, groups, tokens, 11, mask, seed), key, value
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
+@pytest.mark.parametrize("cuts", [(11,), (4, 7), (1, 1, 9)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_blocks_in_any_order_and_chunks_of_any_size(
+    chunk: int, cuts: tuple[int, ...], dropout: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "CHUNK_SCORES", chunk)
+    rule = ScoreRule(0.5, causal=True, dropout=dropout)
+    queries, key, value = make_queries(rule)
+    whole = attention.attend_with_dropout(
+        queries.query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), None, 0, rule,
+        queries.groups, queries.tokens,
+    )  # fmt: skip
+    grad = torch.randn_like(whole)
+    whole.backward(grad)
+    columns = torch.arange(11).split(cuts)[::-1]
+    blocks = [(key.detach()[..., part, :], value.detach()[..., part, :], part) for part in columns]
+    with torch.no_grad():
+        running = RunningAttention(queries, 4)
+        for block in blocks:
+            running.add(*block)
+        result, log_sums = running.finish()
+        torch.testing.assert_close(result, whole, rtol=1e-12, atol=1e-12)
+        gradient = AttentionGradient(queries, result, log_sums, grad)
+        for keys, values, part in blocks:
+            of_key, of_value = gradient.add(keys, values, part)
+            torch.testing.assert_close(of_key, key.grad[..., part, :], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(of_value, value.grad[..., part, :], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient.query, queries.query.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
+    queries, key, value = make_queries(ScoreRule(0.5))
+    low = Queries(queries.query.to(dtype), *[getattr(queries, n) for n in ("rule", "groups", "tokens")], 11, None, 0)
+    running = RunningAttention(low, 4)
+    running.add(key.to(dtype), value.to(dtype), torch.arange(11))
+    result, log_sums = running.finish()
+    wide = (part.to(dtype).double() for part in (low.query, key, value))
+    exact = F.scaled_dot_product_attention(*wide, scale=0.5)
+    assert result.dtype == dtype
+    assert log_sums.dtype == torch.float32
+    torch.testing.assert_close(result.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(36, 36))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(x, attn_mask=self.bias)
+
+
+def attend_in_groups(x: Tensor) -> Tensor:
+    """Four heads of queries, two of keys (Ainslie et al., 2023, arXiv:2305.13245)."""
+    query, key = (to_tokens(x)[:, None].expand(-1, heads, -1, -1) for heads in (4, 2))
+    return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
+REFUSED: dict[str, tuple[nn.Module | Callable[[Tensor], Tensor], str]] = {
+    "a mask that is trained": (Biased(), "adds a mask that is trained"),
+    "keys of several heads": (attend_in_groups, "has queries, keys and values for other images and heads"),
+    "keys along another axis": (
+        lambda x: F.scaled_dot_product_attention(x.permute(0, 2, 3, 1), x.permute(0, 3, 2, 1), x.permute(0, 3, 2, 1)),
+        "sharded along different axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_ring_cannot_do_is_refused(name: str):
+    model, why = REFUSED[name]
+    with pytest.raises(TraceError, match=why):
+        make_compiler(model if isinstance(model, nn.Module) else Calls(model), (1, 4, 6, 6))
+
+
+# In every kind of plan, as users train.
+
+
+PLANS = {
+    "tiles": Plan(split_size=1, num_spatial_parts=4),
+    "tiles and other tiles": Plan(split_size=2, spatial_size=2, slice_method=("1x2", "3x1")),
+    "a pipeline of tiles and one rank": Plan(split_size=2, spatial_size=1, slice_method="1x2", parts=2),
+    "both directions": Plan(split_size=2, spatial_size=0, bidirectional=True, schedule="gems"),
+    "zero bubble": Plan(split_size=2, spatial_size=2, slice_method="1x2", parts=2, schedule="zero_bubble"),
+    "replicas": Plan(split_size=1, slice_method="1x2", data_parallel=2),
+    "shares of a batch behind tiles": Plan(split_size=2, spatial_size=1, slice_method="1x2", local_dp=2),
+    "computed again": Plan(split_size=1, slice_method="1x2", checkpoint_activations=True),
+    "offloaded": Plan(split_size=1, slice_method="1x2", offload_activations=True),
+    "layers": Plan(split_size=3, spatial_size=0),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_trains_in_every_kind_of_plan(name: str):
+    torch.manual_seed(1)
+    model, plan = TokenMixer(0.2), replace(PLANS[name], precision="float64")
+    loss = nn.CrossEntropyLoss()
+    recipe = prepare(model, plan, (4, 3, 8, 6), loss)
+    for told in run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0)):
+        assert told["ok"], told
+
+
+@pytest.mark.parametrize("plan", [PLANS["tiles"], PLANS["computed again"]], ids=str)
+def test_memory_and_messages_are_as_forecast(plan: Plan):
+    recipe = prepare(TokenMixer(), plan, (2, 3, 64, 64), nn.CrossEntropyLoss())
+    for measured in measure_live_bytes(recipe):
+        memory = predict_rank_memory(measured.program, recipe.graph, plan, 1)
+        assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("backend", ["loopback", "in_turn"])
+def test_a_ring_is_stepped_through(backend: str):
+    images, labels = torch.randn(2, 3, 8, 6), torch.zeros(2, 8, 6).long()
+    plan = replace(PLANS["tiles"], offload_activations=backend == "in_turn", precision="float64")
+    with Cluster(4, backend=backend) as cluster:
+        trainings = []
+        for _ in range(2):
+            torch.manual_seed(1)  # what the model draws follows from it
+            trainings.append(Training(TokenMixer(0.2, causal=True), plan, cluster, images.shape))
+        ran, walked = trainings
+        loss = ran.step(images, labels)
+        stepping = walked.stepping(images, labels)
+        event = stepping.until(kind="ring")
+        assert {rank.did.kind for rank in event.ranks} == {"ring"}
+        assert "ring" in show_step(stepping).alt
+        stepping.until(kind="ring", phase="backward")
+        stepping.finish()
+        assert stepping.loss == loss
+        assert all(torch.equal(ran.state_dict()[name], part) for name, part in walked.state_dict().items())
+
+
+def test_seconds_are_forecast_with_the_work_of_all_rounds():
+    plan = PLANS["tiles"]
+    forecasts = [forecast(TokenMixer(), plan, (1, 3, *size), "DGX H100") for size in ((32, 32), (64, 64))]
+    rings = [[event for event in each.timeline.events if event.kind == "ring"] for each in forecasts]
+    assert [len(events) for events in rings] == [2 * plan.ranks] * 2
+    assert all(event.bytes for event in rings[0])
