@@ -37,6 +37,9 @@ class Place(NamedTuple):
 
 Places = tuple[Place, ...]
 
+Ranges = Sequence[tuple[int, int, int]]
+"""For each axis of a tensor, or factor of one: its whole size, and the start and stop of the local part."""
+
 
 def to_places(axes: Iterable[int | Place]) -> Places:
     """Return the places of axes, of which numbers are whole dimensions."""

@@ -14,25 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpi4dl_nb.engines.geometry.places import Ranges
 from mpi4dl_nb.engines.program.kernels import get_sum_type, register_kernel
-from mpi4dl_nb.engines.program.rng import Ranges, number_positions, sample_numbered
-
-CHUNK_SCORES = 1 << 22
-"""The number of scores that are in memory at once: 16 MiB in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRule:
-    """What besides the vectors decides about the score of each pair of a query and a key.
-
-    Scores are multiplied by `scale`. `causal`: a query sees no key behind its own place in the whole image. A fraction
-    `dropout` of the weights, drawn by place with the number `draw`, is dropped.
-    """
-
-    scale: float
-    causal: bool = False
-    dropout: float = 0.0
-    draw: int = 0
+from mpi4dl_nb.engines.program.ring import CHUNK_SCORES, ScoreRule
+from mpi4dl_nb.engines.program.rng import number_positions, sample_numbered
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ExchangeRunner, StartedExchange
 from mpi4dl_nb.engines.program.instructions import AllReduce, Compute
 from mpi4dl_nb.engines.program.program import DirectionProgram, LiveValues
-from mpi4dl_nb.engines.program.ring import RingAttention, RingRunner
+from mpi4dl_nb.engines.program.ring import RingAttention
+from mpi4dl_nb.engines.program.ring_runner import RingRunner
 from mpi4dl_nb.engines.program.segment import Segment
 
 

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpi4dl_nb.engines.geometry.places import Ranges
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node
 from mpi4dl_nb.engines.program.kernels import get_kernel, get_operator, has_kernel, register_kernel
-
-Ranges = Sequence[tuple[int, int, int]]
-"""For each axis of a tensor: its whole size, and the start and stop of the local part."""
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64

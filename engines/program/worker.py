@@ -30,7 +30,8 @@ from mpi4dl_nb.engines.program.instructions import (
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 from mpi4dl_nb.engines.program.micro_batch import MicroBatchState, Runtime
 from mpi4dl_nb.engines.program.program import CountLabels, Program, Step
-from mpi4dl_nb.engines.program.ring import RingAttention, RingRunner
+from mpi4dl_nb.engines.program.ring import RingAttention
+from mpi4dl_nb.engines.program.ring_runner import RingRunner
 from mpi4dl_nb.engines.program.rng import compute_step_seed
 from mpi4dl_nb.engines.program.segment import Segment, find_output_allocators
 from mpi4dl_nb.engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState

@@ -19,8 +19,8 @@ from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
 from mpi4dl_nb.engines.program import attention
-from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention, ScoreRule
-from mpi4dl_nb.engines.program.ring import RingAttention
+from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention
+from mpi4dl_nb.engines.program.ring import RingAttention, ScoreRule
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import verify
 from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds

@@ -55,8 +55,6 @@ BIT_EQUAL = {
     "below itself": lambda x: torch.cat([x, x], 2).flatten(1),
     "turned": lambda x: x.rot90(1, (2, 3)).flatten(1),
     "median": lambda x: x * x.median().detach(),
-    "patches": lambda x: F.unfold(x, 3, padding=1).flatten(1),
-    "patches by unfold": lambda x: x.unfold(2, 1, 1).unfold(3, 1, 1).flatten(1),
     "order of columns": lambda x: x * x.argsort(dim=2, stable=True),
     "order of rows": lambda x: x * x.detach().argsort(3),
     "sorted batch": lambda x: torch.msort(x).flatten(1),

@@ -7,6 +7,7 @@ from mpi4dl_nb.engines.compiler.entries import (  # noqa: F401
     convolution,
     interpolation,
     norms,
+    patches,
     pooling,
     positions,
     products,

@@ -18,13 +18,12 @@ from mpi4dl_nb.engines.compiler.local_rules import (
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
-from mpi4dl_nb.engines.geometry.places import list_ranges
+from mpi4dl_nb.engines.geometry.places import Ranges, list_ranges
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
-from mpi4dl_nb.engines.program.attention import ScoreRule
 from mpi4dl_nb.engines.program.instructions import SEED
-from mpi4dl_nb.engines.program.ring import RING_TAGS, KeyBlock, RingAttention
-from mpi4dl_nb.engines.program.rng import Ranges, find_sample_number
+from mpi4dl_nb.engines.program.ring import RING_TAGS, KeyBlock, RingAttention, ScoreRule
+from mpi4dl_nb.engines.program.rng import find_sample_number
 
 
 @register_rule("aten.scaled_dot_product_attention.default", everywhere=True)

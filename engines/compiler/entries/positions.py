@@ -144,7 +144,7 @@ def pool_adaptive_maximum(b: Builder, node: Node) -> None:
 
 
 _ANYWHERE = (
-    *("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "tril", "triu"),
+    *("rot90", "median", "prod", "argsort", "kthvalue", "msort", "tril", "triu"),
     *("any", "all", "count_nonzero", "cummax", "cummin"),
 )
 
