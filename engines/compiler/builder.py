@@ -10,7 +10,7 @@ from typing import Any
 
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout, ValueLayouts
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.geometry.places import Place, to_places
+from mpi4dl_nb.engines.geometry.places import Place, drop_lead, to_places
 from mpi4dl_nb.engines.geometry.tiles import Move, Tile, compute_moves
 from mpi4dl_nb.engines.geometry.windows import Shift, SpanRule, Window, WindowRead, compute_window
 from mpi4dl_nb.engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
@@ -219,11 +219,51 @@ class Builder(ValueLayouts):
         target = f"{ref.name}.whole"
         if self.is_tiled(ref) and target not in self.values:
             value = self.get_value(ref)
+            if value.lead:
+                parts = self.take_lead(ref), self.all_gather(self.drop_lead(ref))
+                return self.add_local_op(target, "aten.cat.default", parts, value.places[0].dim, like=value.spec)
             everything = dict.fromkeys(self.stage.ranks, Tile.whole(*value.size_px))
             window = self.exchange(self.crop_to_own(ref), everything, 0.0)
             kernel, shape = ("alias", ()) if value.is_split else ("reshape", (value.spec.shape,))
             self.add_local_op(target, f"aten.{kernel}.default", window, *shape, like=value.spec)
         return Ref(target) if self.is_tiled(ref) else ref
+
+    # Positions beside the pixels (class tokens, registers): the first rank has them, in front of its own pixels.
+
+    def take_lead(self, ref: Ref) -> Ref:
+        """Return the positions of a value that lie beside its pixels, on every rank."""
+        value, target = self.get_value(ref), f"{ref.name}.lead"
+        if target not in self.values:
+            dim, shape = value.places[0].dim, list(value.spec.shape)
+            shape[dim] = value.lead
+            spec = replace(value.spec, shape=tuple(shape))
+            # The others add zeros to the first rank's.
+            has_lead = self.rank == self.stage.ranks[0]
+            self.add_local_op(target, "tile.lead", ref, dim, value.lead, has_lead, like=spec)
+        total = f"{target}.total"
+        return Ref(total) if total in self.values else self.all_reduce(Ref(target))
+
+    def drop_lead(self, ref: Ref) -> Ref:
+        """Return the pixels of a value alone."""
+        value, target = self.get_value(ref), f"{ref.name}.pixels"
+        if target not in self.values:
+            shape, places = drop_lead(value.spec.shape, value.places)
+            start = value.lead if self.rank == self.stage.ranks[0] else 0
+            how = value.places[0].dim, start, None
+            self.add_local_op(
+                target, "aten.slice.Tensor", ref, *how, like=replace(value.spec, shape=shape), axes=places
+            )
+            self._held.pop(target, None)
+        return Ref(target)
+
+    def add_lead(self, name: str, lead: Ref, pixels: Ref, like: TensorSpec) -> Ref:
+        """Add the value `name`: positions that every rank has, before the pixels of a value with one merged axis."""
+        places = self.get_value(pixels).places
+        dim, count = places[0].dim, self.get_value(lead).spec.shape[places[0].dim]
+        own = self.crop_to_own(pixels)
+        joined = (lead, own) if self.rank == self.stage.ranks[0] else (own,)
+        axes = [place._replace(lead=count) for place in places]
+        return self.add_local_op(name, "aten.cat.default", joined, dim, like=like, axes=axes)
 
     def crop_to_own(self, ref: Ref) -> Ref:
         """Return the pixels of a tiled value that this rank owns; a value that is not tiled is returned whole."""

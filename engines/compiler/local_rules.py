@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,16 @@ from torch import Tensor
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.geometry.places import Place, Places, compute_local_shape, get_sizes, keep_places, to_places
+from mpi4dl_nb.engines.geometry.places import (
+    Place,
+    Places,
+    compute_local_shape,
+    count_lead,
+    drop_lead,
+    get_sizes,
+    keep_places,
+    to_places,
+)
 from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
 from mpi4dl_nb.engines.geometry.windows import Window
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
@@ -141,6 +151,8 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout, tile: Tile
     The last axes of the value are those of `tiled`, or of size 1. By default the tile is all that the rank computes.
     """
     spec, tile = get_spec(b, ref.name), tile or b.get_output_tiles(tiled.size_px)[b.rank]
+    if lead := count_lead(tuple(p for p in tiled.places if len(spec.shape) >= -p.dim and spec.shape[p.dim] > 1)):
+        return _cut_beside_lead(b, node, ref, tiled, lead)
     pairs = zip(tiled.places, tile, strict=True)
     cut = {place: span for place, span in pairs if len(spec.shape) >= -place.dim and spec.shape[place.dim] > 1}
     value = ValueLayout(ref.name, spec, tuple(cut), differentiable=True)
@@ -159,6 +171,22 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout, tile: Tile
     x = b.add_local_op(f"{name}.cut", "tile.cut", x, tuple(spans), tuple(spans.values()), like=split)
     shape = value.compute_shape(Tile(*cut.values()))
     return b.add_local_op(name, "aten.reshape.default", x, shape, like=spec)
+
+
+def _cut_beside_lead(b: Builder, node: Node, ref: Ref, tiled: ValueLayout, lead: int) -> Ref:
+    """Return the part that `cut_to_tile` does where `tiled` has `lead` positions beside its pixels."""
+    dim, spec, name = tiled.places[0].dim, get_spec(b, ref.name), f"{node.name}.{ref.name}"
+    parts = []
+    for part, start, stop in (("lead", 0, lead), ("pixels", lead, spec.shape[dim])):
+        shape = list(spec.shape)
+        shape[dim] = stop - start
+        how = {"like": replace(spec, shape=tuple(shape))}
+        parts.append(b.add_local_op(f"{name}.{part}", "aten.slice.Tensor", ref, dim, start, stop, **how))
+    shape, places = drop_lead(tiled.spec.shape, tiled.places)
+    own = cut_to_tile(b, node, parts[1], replace(tiled, spec=replace(tiled.spec, shape=shape), places=places))
+    if b.rank != b.stage.ranks[0]:
+        return own
+    return b.add_local_op(f"{name}.beside", "aten.cat.default", (parts[0], own), dim, like=spec)
 
 
 def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int, int, int]]:

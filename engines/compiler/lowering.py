@@ -9,7 +9,7 @@ from functools import cached_property
 
 import mpi4dl_nb.engines.compiler.entries  # noqa: F401  (fills the operator table)
 from mpi4dl_nb.engines.compiler.builder import Builder
-from mpi4dl_nb.engines.compiler.operator_table import lower
+from mpi4dl_nb.engines.compiler.operator_table import lower, lower_whole
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
 from mpi4dl_nb.engines.compiler.value_layout import Memo, ValueLayout
 from mpi4dl_nb.engines.errors import PlanError
@@ -227,6 +227,11 @@ class Lowering:
         after = [False, *weighted[:-1]]
         return {n.name for n, here, before in zip(nodes, weighted, after, strict=True) if here or before}
 
+    @cached_property
+    def _leaving(self) -> frozenset[str]:
+        """The values that other stages read, or the caller."""
+        return frozenset(crossing.value for crossing in self.crossings) | {self.graph.prediction}
+
     def _get_nodes(self, span: Span) -> Sequence[Node]:
         return self.graph.nodes[span.start : span.stop]
 
@@ -282,6 +287,8 @@ class Lowering:
                 builder.flush()
             try:
                 lower(builder, node)
+                if node.name in self._leaving and node.spec and builder.values[node.name].lead:
+                    lower_whole(builder, node)
             except PlanError as error:
                 raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
         return builder

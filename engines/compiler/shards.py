@@ -83,6 +83,8 @@ class ShardIndex:
             if (role.direction, role.stage) != (direction, stage) or name not in builder.values:
                 continue
             value, ref = builder.values[name], Ref(name)
+            if value.lead:
+                continue  # pixels and class tokens in one axis cannot be drawn
             split = value.split()
             shape, axes, images = value.spec.shape, split.axes, None
             held = builder.get_held_tiles(ref)[builder.rank] if axes else Tile()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.geometry.places import Places, compute_local_shape, get_sizes, split_shape, to_places
+from mpi4dl_nb.engines.geometry.places import Places, compute_local_shape, count_lead, get_sizes, split_shape, to_places
 from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
 from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, ValueCost
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
@@ -75,14 +75,26 @@ class ValueLayout:
         return all(place.is_whole for place in self.places)
 
     @property
+    def lead(self) -> int:
+        """The number of positions beside the pixels, such as class tokens, which the first rank holds."""
+        return count_lead(self.places)
+
+    @property
     def size_px(self) -> tuple[int, ...]:
         """The sizes of the whole value along its sharded axes."""
         return get_sizes(self.spec.shape, self.places)
 
     def split(self) -> ValueLayout:
-        """Return the layout of the same pixels in a shape in which each sharded axis is a dimension of its own."""
+        """Return the layout of the same pixels in a shape in which each sharded axis is a dimension of its own.
+
+        Raises MergedAxesError if other positions lie beside the pixels.
+        """
         if self.is_split:
             return self
+        if self.lead:
+            raise MergedAxesError(
+                f"{self.name}, of shape {self.spec.shape}, has {self.lead} positions beside its pixels"
+            )
         shape, axes = split_shape(self.spec.shape, self.places)
         return replace(self, name=f"{self.name}.split", spec=replace(self.spec, shape=shape), places=to_places(axes))
 
@@ -134,7 +146,7 @@ class ValueLayouts:
 
     def count_elements(self, ref: Ref, groups: int) -> list[int]:
         """Return how many elements of a value each rank has, per group of `groups`; one number if all hold the same."""
-        value = self.get_value(ref)
+        value = self.get_value(ref).split()
         if not value.places:
             return [value.spec.numel // groups]
         per_px = value.spec.numel // groups // math.prod(value.size_px)
@@ -170,7 +182,7 @@ class ValueLayouts:
 
     def hold_extended(self, name: str) -> None:
         """Record that ranks hold more than their tiles of a tiled value, where its group reads more (fused halos)."""
-        if self.values[name].places and name in self.extended.held:
+        if self.values[name].places and not self.values[name].lead and name in self.extended.held:
             self._held[name] = self.extended.held[name]
 
     def hold_like(self, out: Ref, ref: Ref) -> None:

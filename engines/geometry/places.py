@@ -18,7 +18,8 @@ class Place(NamedTuple):
     """Where a sharded axis is: the factor of dimension `dim` with `outer` positions before it and `inner` behind it.
 
     Dimensions are counted from the end. The positions of a dimension are in row-major order. An axis that is a whole
-    dimension has nothing before or behind it.
+    dimension has nothing before or behind it. The first `lead` positions of the dimension are none of the image, such
+    as class tokens: the first tile has them, beside its own.
 
     >>> rows, columns = Place(-2, outer=1, inner=6), Place(-2, outer=4, inner=1)  # of 4 x 6 pixels as tokens (N, 24, C)
     >>> get_sizes((2, 24, 8), (rows, columns))
@@ -28,11 +29,12 @@ class Place(NamedTuple):
     dim: int
     outer: int = 1
     inner: int = 1
+    lead: int = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether the axis is a whole dimension."""
-        return self.outer == self.inner == 1
+        return self.outer == self.inner == 1 and not self.lead
 
 
 Places = tuple[Place, ...]
@@ -48,7 +50,23 @@ def to_places(axes: Iterable[int | Place]) -> Places:
 
 def get_sizes(shape: Sequence[int], places: Places) -> tuple[int, ...]:
     """Return the sizes of the sharded axes of a value."""
-    return tuple(shape[place.dim] // (place.outer * place.inner) for place in places)
+    return tuple((shape[place.dim] - place.lead) // (place.outer * place.inner) for place in places)
+
+
+def count_lead(places: Places) -> int:
+    """Return how many positions along a sharded dimension are none of the image."""
+    return max((place.lead for place in places), default=0)
+
+
+def drop_lead(shape: Sequence[int], places: Places) -> tuple[tuple[int, ...], Places]:
+    """Return shape and places of the positions of the image alone.
+
+    >>> drop_lead((2, 25, 8), (Place(-2, 1, 6, lead=1), Place(-2, 4, 1, lead=1)))
+    ((2, 24, 8), (Place(dim=-2, outer=1, inner=6, lead=0), Place(dim=-2, outer=4, inner=1, lead=0)))
+    """
+    leads = {place.dim + len(shape): place.lead for place in places}
+    sizes = tuple(size - leads.get(dim, 0) for dim, size in enumerate(shape))
+    return sizes, tuple(place._replace(lead=0) for place in places)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -96,10 +114,18 @@ def compute_local_shape(shape: Sequence[int], places: Places, tile: Tile) -> tup
     >>> compute_local_shape((2, 24, 8), (Place(-2, 1, 6), Place(-2, 4, 1)), Tile(Span(0, 4), Span(3, 6)))
     (2, 12, 8)
     """
-    sizes = list(shape)
-    for place, size, span in zip(places, get_sizes(shape, places), tile, strict=True):
+    image, of_image = drop_lead(shape, places)
+    sizes = list(image)
+    for place, size, span in zip(of_image, get_sizes(image, of_image), tile, strict=True):
         sizes[place.dim] = sizes[place.dim] // size * len(span)
+    if is_first(tile):
+        sizes = [size + whole - part for size, whole, part in zip(sizes, shape, image, strict=True)]
     return tuple(sizes)
+
+
+def is_first(tile: Tile) -> bool:
+    """Return whether a tile begins where the image does."""
+    return all(span.start == 0 for span in tile)
 
 
 def keep_places(places: Places, dims: Sequence[int | None]) -> Places:
@@ -122,7 +148,7 @@ def reduce_on_tiles(
     ((2, 6, 8), (Place(dim=-2, outer=1, inner=3), Place(dim=-2, outer=2, inner=1)))
     """
     sizes = [1 if dim in dims else size for dim, size in enumerate(shape)]
-    reduced = list(places)
+    reduced = [place._replace(lead=0) if place.dim + len(shape) in dims else place for place in places]
     for index in sorted(range(len(places)), key=lambda index: (places[index].inner, -places[index].outer)):
         dim = places[index].dim
         if dim + len(shape) in dims:  # from the innermost axis outwards
@@ -177,6 +203,12 @@ def find_regrouping(shape: tuple[int, ...], places: Places, out: tuple[int, ...]
 
 def _find_places(shape: Sequence[int], place: Place, out: Sequence[int]) -> Iterable[tuple[Place, SpanRule]]:
     """Yield where an axis may be in the shape `out`, with the rule by which its positions read those of before."""
+    if place.lead:  # stays a dimension, of the same size in the same place
+        end = math.prod(shape[place.dim :][1:])
+        for dim, size in enumerate(out):
+            if size == shape[place.dim] and math.prod(out[dim + 1 :]) == end:
+                yield place._replace(dim=dim - len(out)), Shift(0)
+        return
     # `low` is the number of values that lie behind one position of the axis in memory, `high` that of all of it. The
     # dimensions of `out` end at other such numbers. Those between the two split the axis; it stays on the outer part:
     #
@@ -197,6 +229,6 @@ def _find_places(shape: Sequence[int], place: Place, out: Sequence[int]) -> Iter
 
 def _grow(place: Place, rule: SpanRule, places: Sequence[Place], out: Sequence[int]) -> tuple[Place, SpanRule]:
     """Return the place and the rule of an axis that becomes the whole of its dimension, if no other axis is in that."""
-    if place.outer > 1 or place.inner == 1 or sum(other.dim == place.dim for other in places) > 1:
+    if place.outer > 1 or place.inner == 1 or place.lead or sum(other.dim == place.dim for other in places) > 1:
         return place, rule
     return Place(place.dim), TableWindow(tuple((position // place.inner,) for position in range(out[place.dim])))

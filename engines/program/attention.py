@@ -16,8 +16,18 @@ from torch import Tensor
 
 from mpi4dl_nb.engines.geometry.places import Ranges
 from mpi4dl_nb.engines.program.kernels import get_sum_type, register_kernel
-from mpi4dl_nb.engines.program.ring import CHUNK_SCORES, ScoreRule
+from mpi4dl_nb.engines.program.ring import CHUNK_SCORES, ScoreRule, TokenPlaces
 from mpi4dl_nb.engines.program.rng import number_positions, sample_numbered
+
+
+def number_tokens(tokens: TokenPlaces, device: torch.device) -> Tensor:
+    """Return the numbers of a rank's tokens in the whole image.
+
+    >>> number_tokens(TokenPlaces([(2, 0, 2), (3, 0, 1)], lead=1), torch.device("cpu"))
+    tensor([0, 1, 4])
+    """
+    pixels = number_positions(tokens.pixels, device).flatten() + tokens.lead
+    return torch.cat([torch.arange(tokens.lead, device=device), pixels]) if tokens.has_lead else pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +35,14 @@ class Queries:
     """The queries (..., T, C) of one rank, with their places in the whole image as far as the `rule` asks for them.
 
     `groups` are the places along the axes before the tokens (batch and heads), `tokens` those of the queries.
-    `key_count` is the number of keys in the whole image. `mask` (or None) broadcasts to (..., T, key_count): added to
+    `key_count` is the number of keys of the whole image. `mask` (or None) broadcasts to (..., T, key_count): added to
     the scores, or of bool, where False hides a key. `seed` is that of the micro-batch.
     """
 
     query: Tensor
     rule: ScoreRule
     groups: Ranges
-    tokens: Ranges
+    tokens: TokenPlaces
     key_count: int
     mask: Tensor | None
     seed: int
@@ -62,14 +72,13 @@ class Queries:
         if not self.rule.dropout:
             return None
         device = self.query.device
-        tokens = math.prod(size for size, _, _ in self.tokens)
         groups = number_positions(self.groups, device).view(*self.query.shape[:-2], 1, 1)
-        index = (groups * tokens + self._number_tokens()[rows, None]) * self.key_count + columns
+        index = (groups * self.tokens.count + self._number_tokens()[rows, None]) * self.key_count + columns
         kept = sample_numbered(self.seed, 2 * self.rule.draw, index) < 1 - self.rule.dropout
         return kept.to(get_sum_type(self.query)).div_(1 - self.rule.dropout or 1.0)
 
     def _number_tokens(self) -> Tensor:
-        return number_positions(self.tokens, self.query.device).flatten()
+        return number_tokens(self.tokens, self.query.device)
 
 
 class RunningAttention:
@@ -151,7 +160,7 @@ def attend_with_dropout(
     seed: int,
     rule: ScoreRule,
     groups: Ranges,
-    tokens: Ranges,
+    tokens: TokenPlaces,
 ) -> Tensor:
     """Return the result for queries that have all of their keys here; the weights are dropped by position."""
     count = key.shape[-2]

@@ -290,6 +290,16 @@ def cut_spans(x: Tensor, axes: Sequence[int], spans: Sequence[tuple[int, int]]) 
     return x
 
 
+@register_kernel("tile.lead")
+def take_lead(x: Tensor, dim: int, count: int, has_lead: bool) -> Tensor:
+    """Return the first `count` positions along `dim`, or zeros in place of them on a rank that does not have them."""
+    if has_lead:
+        return x.narrow(dim, 0, count)
+    shape = list(x.shape)
+    shape[dim] = count
+    return x.new_zeros(shape)
+
+
 SLOT_ARGUMENTS = {"tile.moments": 1}
 """The place of the argument that says which part of a kernel's result is this tile's; no size depends on it."""
 

@@ -7,6 +7,7 @@ of tokens by tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,19 +34,37 @@ class ScoreRule:
     draw: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """The places of a rank's tokens in the whole image: `pixels`, behind `lead` tokens that the first tile has, too."""
+
+    pixels: Ranges
+    lead: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of tokens of the whole image."""
+        return self.lead + math.prod(size for size, _, _ in self.pixels)
+
+    @property
+    def has_lead(self) -> bool:
+        """Whether the first tokens are here."""
+        return all(start == 0 for _, start, _ in self.pixels)
+
+
 RING_TAGS = 4
 """Three are for blocks in forward, blocks in backward and gradients of blocks; every instruction has an even number."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBlock:
-    """The keys and values that one rank owns: their specs, their `tile`, and the `tokens` places in the whole image."""
+    """The keys and values that one rank owns: their specs, their `tile`, and their places as `tokens`."""
 
     rank: int
     key: TensorSpec
     value: TensorSpec
     tile: Tile
-    tokens: Ranges
+    tokens: TokenPlaces
 
     @property
     def bytes(self) -> int:
@@ -57,9 +76,9 @@ class KeyBlock:
 class RingAttention(Instruction):
     """`target` is the attention of this rank's queries to the keys of all `blocks`, of which `own` is this rank's.
 
-    Blocks are in the order of their ranks. `spec` is that of this rank's part of the result. `groups` and `tokens` are
-    the places of the queries (see `Queries`), of which there are `key_count` keys in the whole image. `log_sums` names
-    the value that backward needs beside the result.
+    Blocks are in the order of their ranks. `spec` is that of this rank's part of the result. `groups` are the places of
+    the queries along the axes before the tokens (batch and heads), `tokens` those along them. `log_sums` names the
+    value that backward needs beside the result.
     """
 
     per_micro_batch: ClassVar[bool] = True
@@ -75,8 +94,7 @@ class RingAttention(Instruction):
     own: int
     rule: ScoreRule
     groups: Ranges
-    tokens: Ranges
-    key_count: int
+    tokens: TokenPlaces
     tag: int
     differentiable: bool
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
-from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention
+from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention, number_tokens
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.ring import KeyBlock, RingAttention
-from mpi4dl_nb.engines.program.rng import number_positions
 
 
 class RingRunner:
@@ -28,7 +27,7 @@ class RingRunner:
 
     def __init__(self, ring: RingAttention, world: World, device: torch.device) -> None:
         self.ring, self.world = ring, world
-        self._columns = [number_positions(block.tokens, device).flatten() for block in ring.rounds]
+        self._columns = [number_tokens(block.tokens, device) for block in ring.rounds]
         forward, backward = (ring.get_effects(phase).messages for phase in (Phase.FORWARD, Phase.BACKWARD))
         self._sent = [sum(sent.bytes for sent in messages.sends) for messages in (forward, backward) if messages]
 
@@ -68,7 +67,9 @@ class RingRunner:
     def _read(self, values: Mapping[str, Tensor], seed: int) -> tuple[Queries, Tensor, Tensor]:
         ring = self.ring
         mask = None if ring.mask is None else values[ring.mask]
-        queries = Queries(values[ring.queries], ring.rule, ring.groups, ring.tokens, ring.key_count, mask, seed)
+        queries = Queries(
+            values[ring.queries], ring.rule, ring.groups, ring.tokens, ring.rounds[0].tokens.count, mask, seed
+        )
         return queries, values[ring.keys], values[ring.values]
 
     def _fetch_blocks(self, key: Tensor, value: Tensor, tag: int) -> Iterator[tuple[int, Tensor, Tensor]]:

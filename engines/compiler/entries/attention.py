@@ -18,11 +18,11 @@ from mpi4dl_nb.engines.compiler.local_rules import (
 )
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
-from mpi4dl_nb.engines.geometry.places import Ranges, list_ranges
+from mpi4dl_nb.engines.geometry.places import Ranges, drop_lead, list_ranges
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.graph.model_graph import Node, Ref
 from mpi4dl_nb.engines.program.instructions import SEED
-from mpi4dl_nb.engines.program.ring import RING_TAGS, KeyBlock, RingAttention, ScoreRule
+from mpi4dl_nb.engines.program.ring import RING_TAGS, KeyBlock, RingAttention, ScoreRule, TokenPlaces
 from mpi4dl_nb.engines.program.rng import find_sample_number
 
 
@@ -113,7 +113,6 @@ def _attend_in_ring(b: Builder, node: Node, query: ValueLayout) -> None:
         rule=_make_rule(b, node, find_sample_number(b.graph, node) or 0),
         groups=groups,
         tokens=tokens,
-        key_count=key.spec.shape[-2],
         tag=b.reserve_tags(RING_TAGS),
         differentiable=differentiable,
     )
@@ -155,11 +154,14 @@ def _make_rule(b: Builder, node: Node, draw: int) -> ScoreRule:
     return ScoreRule(scale, bool(a["is_causal"]), float(a["dropout_p"]), draw)
 
 
-def _list_token_ranges(value: ValueLayout, tile: Tile) -> tuple[Ranges, Ranges]:
+def _list_token_ranges(value: ValueLayout, tile: Tile) -> tuple[Ranges, TokenPlaces]:
     """Return the positions of a tile along the axes before the tokens, and along the tokens."""
-    pairs = list(zip(value.places, tile, strict=True))
-    ranges = []
-    for shape, shift, is_token in ((value.spec.shape[:-2], 2, False), (value.spec.shape[-2:-1], 1, True)):
-        held = [(place._replace(dim=place.dim + shift), span) for place, span in pairs if (place.dim == -2) is is_token]
-        ranges.append(list_ranges(shape, tuple(place for place, _ in held), Tile(*(span for _, span in held))))
-    return ranges[0], ranges[1]
+    shape, places = drop_lead(value.spec.shape, value.places)
+    pairs = list(zip(places, tile, strict=True))
+
+    def list_positions(first: int, last: int) -> Ranges:
+        """Return the positions along the dimensions from `first` to the one before `last`, counted from the end."""
+        held = [(place._replace(dim=place.dim - last), span) for place, span in pairs if first <= place.dim < last]
+        return list_ranges(shape[first:last], tuple(place for place, _ in held), Tile(*(span for _, span in held)))
+
+    return list_positions(-len(shape), -2), TokenPlaces(list_positions(-2, -1), value.lead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -99,8 +100,31 @@ def reorder_pixels(b: Builder, node: Node) -> None:
 
 @register_rule("aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default")
 def combine_channels(b: Builder, node: Node) -> None:
-    """Concatenate or compare the channels of each pixel of several images."""
+    """Concatenate or compare the channels of each pixel of several images.
+
+    Positions that every rank has are also put before pixels along the axis in which these are merged: class tokens.
+    """
+    if node.short_operator in ("cat", "concat") and _put_before_pixels(b, node):
+        return
     lower_other_axes(b, node, next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))), several=True)
+
+
+def _put_before_pixels(b: Builder, node: Node) -> bool:
+    """Join class tokens and pixels, if the node does that; return whether it does."""
+    *before, pixels = node.arguments["tensors"]
+    value = b.get_value(pixels)
+    dim = node.arguments["dim"] % len(node.result.shape) - len(node.result.shape)
+    is_merged = not value.is_split and not value.lead and {place.dim for place in value.places} == {dim}
+    if not before or not is_merged or any(map(b.is_tiled, before)):
+        return False
+    lead, spec = before[0], get_spec(b, before[0].name)
+    if len(before) > 1:
+        shape = list(spec.shape)
+        shape[dim] = sum(get_spec(b, ref.name).shape[dim] for ref in before)
+        spec = replace(spec, shape=tuple(shape))
+        lead = b.add_local_op(f"{node.name}.tokens", "aten.cat.default", before, dim, like=spec)
+    b.add_lead(node.name, lead, pixels, node.result)
+    return True
 
 
 @register_rule("aten.gather.default", "aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
@@ -190,6 +214,10 @@ def select(b: Builder, node: Node) -> None:
         apply_locally(b, node, get_places_without(b, source, [dim]))
         return
     index = node.arguments["index"] % shape[dim]
+    if index < b.get_value(source).lead:
+        lead = b.take_lead(b.crop_to_own(source))
+        b.add_local_op(node.name, "aten.select.int", lead, signed_dim, index, like=node.result)
+        return
     line = all_gather_lines(b, node, source, dim, Span(index, index + 1))
     b.add_local_op(node.name, "aten.select.int", line, signed_dim, 0, like=node.result)
 

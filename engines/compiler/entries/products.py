@@ -77,12 +77,12 @@ def _contract(b: Builder, node: Node, operands: Sequence[tuple[str, Ref]], out: 
     #     nct,ndt->ncd       the same for tokens, in which h and w are one axis t
     #     nqc,nkc->nqk       few keys k are gathered; the many queries q stay
     #     nchw,nchv->nwv     joins pixels of different columns: refused
-    def find_layout(term: str, ref: Ref) -> tuple[tuple[str, int, int], ...]:
-        return tuple((term[place.dim], place.outer, place.inner) for place in b.get_value(ref).places)
+    def find_layout(term: str, ref: Ref) -> tuple[tuple[str, int, int, int], ...]:
+        return tuple((term[place.dim], *place[1:]) for place in b.get_value(ref).places)
 
     tiled = [(term, ref) for term, ref in operands if b.is_tiled(ref)]
     layout = find_layout(*max(tiled, key=lambda pair: math.prod(b.get_value(pair[1]).size_px)))
-    sharded = {letter for letter, _, _ in layout}
+    sharded = {letter for letter, *_ in layout}
     parts: dict[Ref, Ref] = {}
     for term, ref in operands:
         if any(term.count(letter) > 1 for letter in sharded):

@@ -250,8 +250,16 @@ def crop(b: Builder, node: Node) -> None:
     if axis not in find_sharded_dims(b, a["self"]):
         apply_locally(b, node, value.places)
         return
-    dims = get_sharded_axes(b, a["self"])
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
+    if value.lead and stop <= value.lead:
+        lead = b.take_lead(b.crop_to_own(a["self"]))
+        b.add_local_op(node.name, "aten.slice.Tensor", lead, a["dim"], start, stop, step, like=node.result)
+        return
+    if value.lead and (start, stop, step) == (value.lead, value.spec.shape[axis], 1):
+        pixels = b.drop_lead(b.crop_to_own(a["self"]))
+        b.add_local_op(node.name, "aten.alias.default", pixels, like=node.result, axes=b.get_value(pixels).places)
+        return
+    dims = get_sharded_axes(b, a["self"])
     # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
     out_px = node.result.get_sizes(dims)
