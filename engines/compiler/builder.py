@@ -234,12 +234,11 @@ class Builder(ValueLayouts):
         """Return the positions of a value that lie beside its pixels, on every rank."""
         value, target = self.get_value(ref), f"{ref.name}.lead"
         if target not in self.values:
-            dim, shape = value.places[0].dim, list(value.spec.shape)
-            shape[dim] = value.lead
-            spec = replace(value.spec, shape=tuple(shape))
+            dim = value.places[0].dim
             # The others add zeros to the first rank's.
             has_lead = self.rank == self.stage.ranks[0]
-            self.add_local_op(target, "tile.lead", ref, dim, value.lead, has_lead, like=spec)
+            like = value.spec.resize(dim, value.lead)
+            self.add_local_op(target, "tile.lead", ref, dim, value.lead, has_lead, like=like)
         total = f"{target}.total"
         return Ref(total) if total in self.values else self.all_reduce(Ref(target))
 

@@ -176,12 +176,10 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout, tile: Tile
 def _cut_beside_lead(b: Builder, node: Node, ref: Ref, tiled: ValueLayout, lead: int) -> Ref:
     """Return the part that `cut_to_tile` does where `tiled` has `lead` positions beside its pixels."""
     dim, spec, name = tiled.places[0].dim, get_spec(b, ref.name), f"{node.name}.{ref.name}"
-    parts = []
-    for part, start, stop in (("lead", 0, lead), ("pixels", lead, spec.shape[dim])):
-        shape = list(spec.shape)
-        shape[dim] = stop - start
-        how = {"like": replace(spec, shape=tuple(shape))}
-        parts.append(b.add_local_op(f"{name}.{part}", "aten.slice.Tensor", ref, dim, start, stop, **how))
+    parts = [
+        b.add_local_op(f"{name}.{part}", "aten.slice.Tensor", ref, dim, *span, like=spec.resize(dim, span[1] - span[0]))
+        for part, span in (("lead", (0, lead)), ("pixels", (lead, spec.shape[dim])))
+    ]
     shape, places = drop_lead(tiled.spec.shape, tiled.places)
     own = cut_to_tile(b, node, parts[1], replace(tiled, spec=replace(tiled.spec, shape=shape), places=places))
     if b.rank != b.stage.ranks[0]:

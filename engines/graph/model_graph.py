@@ -59,6 +59,12 @@ class TensorSpec:
         """Return the sizes along some of the axes."""
         return tuple(self.shape[axis] for axis in axes)
 
+    def resize(self, dim: int, size: int) -> TensorSpec:
+        """Return the spec with another size along one dimension."""
+        shape = list(self.shape)
+        shape[dim] = size
+        return replace(self, shape=tuple(shape))
+
     @property
     def sums(self) -> TensorSpec:
         """The same spec in the type that its sums are computed in: float32 for half precision, otherwise unchanged."""

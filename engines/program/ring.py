@@ -8,7 +8,7 @@ of tokens by tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mpi4dl_nb.engines.geometry.places import Ranges
@@ -122,10 +122,8 @@ class RingAttention(Instruction):
     @property
     def local_ops(self) -> tuple[LocalOp, ...]:
         """The attention to all keys, as if they were here: what the rank computes in all rounds together."""
-        keys, values = (
-            replace(specs[0], shape=(*specs[0].shape[:-2], sum(spec.shape[-2] for spec in specs), specs[0].shape[-1]))
-            for specs in ([block.key for block in self.blocks], [block.value for block in self.blocks])
-        )
+        own, count = self.blocks[self.own], sum(block.key.shape[-2] for block in self.blocks)
+        keys, values = (spec.resize(-2, count) for spec in (own.key, own.value))
         return (LocalOp(self.target, "aten.scaled_dot_product_attention.default", (Ref(self.queries), keys, values)),)
 
     def get_effects(self, phase: Phase) -> Effects:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -119,9 +118,7 @@ def _put_before_pixels(b: Builder, node: Node) -> bool:
         return False
     lead, spec = before[0], get_spec(b, before[0].name)
     if len(before) > 1:
-        shape = list(spec.shape)
-        shape[dim] = sum(get_spec(b, ref.name).shape[dim] for ref in before)
-        spec = replace(spec, shape=tuple(shape))
+        spec = spec.resize(dim, sum(get_spec(b, ref.name).shape[dim] for ref in before))
         lead = b.add_local_op(f"{node.name}.tokens", "aten.cat.default", before, dim, like=spec)
     b.add_lead(node.name, lead, pixels, node.result)
     return True

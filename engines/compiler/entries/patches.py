@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -69,10 +69,10 @@ def add_up_patches(b: Builder, node: Node) -> None:
 
 
 @register_kernel("tile.fold")
-def fold(x: Tensor, kernel: Sequence[int], dilation: Sequence[int], stride: Sequence[int], margins: Margins) -> Tensor:
+def fold(x: Tensor, kernel: Any, dilation: Any, stride: Any, margins: Margins) -> Tensor:
     """Return the image that patches (N, C * kernel, rows, columns) write to, cropped (or padded) by `margins`."""
     axes = zip(x.shape[2:], kernel, dilation, stride, strict=True)
-    size = [(count - 1) * step + spread * (taps - 1) + 1 for count, taps, spread, step in axes]
+    size: Any = [(count - 1) * step + spread * (taps - 1) + 1 for count, taps, spread, step in axes]
     return pad_pixels(functional.fold(x.flatten(2), size, kernel, dilation, 0, stride), margins, 0.0)
 
 
