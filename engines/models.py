@@ -461,6 +461,7 @@ class UNet3d(UNet):
 
     Çiçek et al., 2016 (arXiv:1606.06650), figure 2, with padded convolutions; otherwise as `UNet`.
 
+    >>> import torch
     >>> UNet3d(num_classes=2, width=4)(torch.randn(1, 1, 8, 16, 16)).shape
     torch.Size([1, 2, 8, 16, 16])
     """

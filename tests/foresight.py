@@ -105,7 +105,7 @@ def measure_case(model: str, size_px: int, ranks: int, rounds: int) -> Case:
         case = Case(model, size_px, cluster.calibrate(again=True, quick=False))
         tuning = case.make_tuner(cluster)
         asked = [
-            Candidate(forecast(tuning.traces.get_graph(plan), plan, case.machine))
+            Candidate(forecast(tuning.task.traces.get_graph(plan), plan, case.machine))
             for plan in generate_plans(ranks, BATCH)
         ]
         machines, rows = [case.machine], [Row(each.plan) for each in asked]
@@ -131,7 +131,7 @@ def predict_rows(case: Case) -> Iterator[tuple[Row, Forecast]]:
     """The rows, each with its prediction."""
     tuning = case.make_tuner(None)
     for row in case.rows:
-        yield row, forecast(tuning.traces.get_graph(row.plan), row.plan, case.machine)
+        yield row, forecast(tuning.task.traces.get_graph(row.plan), row.plan, case.machine)
 
 
 def report_case(case: Case) -> Iterator[dict[str, object]]:

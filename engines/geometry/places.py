@@ -145,7 +145,7 @@ def reduce_on_tiles(
     The whole has as many positions along them as there are tiles: `parts` along each sharded axis.
 
     >>> reduce_on_tiles((2, 24, 8), (Place(-2, 1, 6), Place(-2, 4, 1)), (2, 3), [1])  # tokens on 2 x 3 tiles
-    ((2, 6, 8), (Place(dim=-2, outer=1, inner=3), Place(dim=-2, outer=2, inner=1)))
+    ((2, 6, 8), (Place(dim=-2, outer=1, inner=3, lead=0), Place(dim=-2, outer=2, inner=1, lead=0)))
     """
     sizes = [1 if dim in dims else size for dim, size in enumerate(shape)]
     reduced = [place._replace(lead=0) if place.dim + len(shape) in dims else place for place in places]
@@ -177,7 +177,7 @@ def find_regrouping(shape: tuple[int, ...], places: Places, out: tuple[int, ...]
     An axis that is split stays on its outer part; one that is joined with positions behind it alone grows by them.
 
     >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 24)).places  # rows and columns as tokens
-    (Place(dim=-1, outer=1, inner=6), Place(dim=-1, outer=4, inner=1))
+    (Place(dim=-1, outer=1, inner=6, lead=0), Place(dim=-1, outer=4, inner=1, lead=0))
     >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 2, 2, 2, 3)).rules  # windows of 2 x 3 pixels
     (SlidingWindow(kernel=2, stride=2, padding=0, dilation=1), SlidingWindow(kernel=3, stride=3, padding=0, dilation=1))
     >>> find_regrouping((2, 8, 4, 6), (Place(-2), Place(-1)), (2, 8, 6, 4)) is None  # neither rows nor columns any more

@@ -292,7 +292,7 @@ def test_what_works_on_each_token_sends_nothing():
 def test_tokens_that_are_mixed_are_refused_for_a_large_image():
     with pytest.raises(TraceError, match=r"aten.flip.*are merged; beyond 16384 pixels.*write a rule"):
         make_compiler(Calls(lambda x: x.flatten(2).flip(-1)), (1, 2, 129, 128))
-    with pytest.raises(TraceError, match=r"reads all 129 x 128 pixels of transpose; beyond 16384 pixels"):
+    with pytest.raises(TraceError, match=r"reads all 129 x 128 pixels of transpose_2; beyond 16384 pixels"):
         make_compiler(Calls(lambda x: to_tokens(x) @ to_tokens(x).transpose(1, 2)), (1, 2, 129, 128))
 
 

@@ -339,7 +339,9 @@ def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
             assert 0.05 < each.predicted_images_per_s / each.images_per_s < 20
             check_bytes(
                 each,
-                compile_plan(PlanTuner(make_model(), (2, 3, 64, 64), started).traces.get_graph(each.plan), each.plan),
+                compile_plan(
+                    PlanTuner(make_model(), (2, 3, 64, 64), started).task.traces.get_graph(each.plan), each.plan
+                ),
             )
 
 

@@ -96,6 +96,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "one_hot.default": (make_places(4), 3),
     "permute.default": (make_values(*X), [0, 2, 3, 1]),
     "prelu.default": (make_values(*X), make_values(2)),
+    "col2im.default": (make_values(1, 8, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2]),
     "randint.low": (1, 5, [4]),
     "repeat.default": (make_values(*X), [2, 1, 1, 1]),
     "reshape.default": (make_values(*X), [2, 16]),

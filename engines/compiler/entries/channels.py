@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpi4dl_nb.engines.compiler.builder import Builder
-from mpi4dl_nb.engines.compiler.entries.sampling import lower_resample, make_copy_taps
+from mpi4dl_nb.engines.compiler.entries.sampling import lower_resample, make_copy_taps, move_pixels
 from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
     all_gather_lines,
@@ -94,7 +94,7 @@ def reorder_pixels(b: Builder, node: Node) -> None:
             pixels[axis] = pixels[axis].roll(node.arguments["shifts"][index])
         else:
             pixels[axis] = pixels[axis].repeat_interleave(node.arguments["repeats"])
-    lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in sharded))
+    move_pixels(b, node, source, [pixels[axis].tolist() for axis in sharded])
 
 
 @register_rule("aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default")

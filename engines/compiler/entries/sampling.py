@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,11 +95,71 @@ def pad_with_copies(b: Builder, node: Node) -> None:
     count = len(b.image_axes)
     if any(map(any, borders[:-count])) or value.axes != b.image_axes:
         raise make_gather_error(node, "pads other axes than those of the image with copies")
-    taps = []
+    picked = []
     for size_px, border in zip(value.size_px, [(0, 0)] * (count - len(borders)) + borders[-count:], strict=True):
         numbers = torch.arange(size_px).double()[None]  # the pixels' numbers are padded in place of the pixels
-        taps.append(make_copy_taps(functional.pad(numbers, border, mode=a["mode"])[0].int().tolist()))
-    lower_resample(b, node, a["self"], *taps)
+        picked.append(functional.pad(numbers, border, mode=a["mode"])[0].int().tolist())
+    move_pixels(b, node, a["self"], picked)
+
+
+_MOST_RUNS = 8
+
+
+def move_pixels(b: Builder, node: Node, ref: Ref, picked: Sequence[Sequence[int]]) -> None:
+    """Copy pixels: along each sharded axis output i is input `picked[i]`.
+
+    An axis of a few runs of neighbours (rolled, repeated, padded circularly) is fetched run by run: one window for all
+    of them would be as long as the image, for a tile at the seam.
+    """
+    #     rolled by 2     outputs    0 1 | 2 3 4 5 6 7         tile of outputs 0 to 3: inputs 6 7 and 0 1, not 0 to 7
+    #                     inputs     6 7 | 0 1 2 3 4 5
+    runs = [_find_runs(axis_picked) for axis_picked in picked]
+    value = b.get_value(ref)
+    sizes = [tuple(map(len, picked))[: done + 1] + value.size_px[done + 1 :] for done in range(len(picked))]
+    if b.tile_by_tile or not any(1 < len(found) <= _MOST_RUNS for found in runs) or not all(map(b.can_tile, sizes)):
+        lower_resample(b, node, ref, *map(make_copy_taps, picked))
+        return
+    part = b.crop_to_own(ref)
+    for number, (axis, out_px) in enumerate(zip(value.axes, sizes, strict=True)):
+        if len(runs[number]) > _MOST_RUNS:
+            like = value.spec.resize(axis, out_px[number])
+            few = replace(node, name=f"{node.name}.axis{number}", spec=like)
+            taps = [[*range(size)] for size in out_px]
+            taps[number] = list(picked[number])
+            lower_resample(b, few, part, *map(make_copy_taps, taps))
+            part = Ref(few.name)
+        elif runs[number] != [(0, out_px[number], 0)]:
+            part = _fetch_runs(b, node, part, number, runs[number], out_px)
+    b.add_local_op(node.name, "aten.alias.default", part, like=node.result, axes=value.places)
+    b.hold_like(Ref(node.name), part)
+
+
+def _find_runs(picked: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive inputs: first output, the one after the last, and how far the inputs lie ahead.
+
+    >>> _find_runs([6, 7, 0, 1, 2])
+    [(0, 2, 6), (2, 5, -2)]
+    """
+    starts = [0, *(at for at in range(1, len(picked)) if picked[at] != picked[at - 1] + 1)]
+    return [(start, stop, picked[start] - start) for start, stop in pairwise([*starts, len(picked)])]
+
+
+def _fetch_runs(
+    b: Builder, node: Node, ref: Ref, number: int, runs: Sequence[tuple[int, int, int]], out_px: tuple[int, ...]
+) -> Ref:
+    """Return the pixels of this rank's tile of outputs along the sharded axis `number`, fetched run by run."""
+    axis, name = b.get_value(ref).axes[number], f"{node.name}.moved{number}"
+    parts = []
+    for start, stop, ahead in runs:
+        wanted = {}
+        for rank, tile in b.get_tiles(out_px).items():
+            span = tile[number] & Span(start, stop)
+            wanted[rank] = tile.replace_span(number, Span(span.start + ahead, span.stop + ahead))
+        fetched = b.exchange(ref, wanted, 0.0)  # on every rank, also one that reads nothing of the run
+        if own := wanted[b.rank]:
+            parts.append(b.pad_window(Window(fetched.name, b.get_held_tiles(fetched)[b.rank], own, 0.0)))
+    like = b.get_value(ref).spec.resize(axis, out_px[number])
+    return b.add_local_op(name, "aten.cat.default", parts, axis, like=like, axes=b.get_value(ref).places)
 
 
 def make_copy_taps(picked: Sequence[int]) -> Taps:
@@ -211,7 +272,7 @@ def repeat(b: Builder, node: Node) -> None:
         raise make_gather_error(node, f"repeats pixels, and repeats or adds other axes ({tuple(times)})")
     else:
         sizes = zip(b.get_value(source).size_px, (*(1,) * count, *times)[-count:], strict=True)
-        lower_resample(b, node, source, *(make_copy_taps([*range(size)] * again) for size, again in sizes))
+        move_pixels(b, node, source, [[*range(size)] * again for size, again in sizes])
 
 
 @register_rule("aten.new_empty.default")
