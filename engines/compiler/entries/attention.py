@@ -150,7 +150,9 @@ def _check_heads(b: Builder, node: Node) -> None:
 
 def _make_rule(b: Builder, node: Node, draw: int) -> ScoreRule:
     a = node.arguments
-    scale = a.get("scale") or 1 / math.sqrt(get_spec(b, a["query"].name).shape[-1])
+    scale = a.get("scale")
+    if scale is None:
+        scale = 1 / math.sqrt(get_spec(b, a["query"].name).shape[-1])
     return ScoreRule(scale, bool(a["is_causal"]), float(a["dropout_p"]), draw)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -103,44 +103,44 @@ def pad_with_copies(b: Builder, node: Node) -> None:
 
 
 _MOST_RUNS = 8
+"""Of more runs of neighbours, one window for all is fetched."""
 
 
 def move_pixels(b: Builder, node: Node, ref: Ref, picked: Sequence[Sequence[int]]) -> None:
     """Copy pixels: along each sharded axis output i is input `picked[i]`.
 
-    An axis of a few runs of neighbours (rolled, repeated, padded circularly) is fetched run by run: one window for all
-    of them would be as long as the image, for a tile at the seam.
+    An axis of a few runs of neighbours that lie far apart (rolled, repeated, padded circularly) is fetched run by run:
+    one window for all of them would be as long as the image, for a tile at the seam.
     """
     #     rolled by 2     outputs    0 1 | 2 3 4 5 6 7         tile of outputs 0 to 3: inputs 6 7 and 0 1, not 0 to 7
     #                     inputs     6 7 | 0 1 2 3 4 5
-    runs = [_find_runs(axis_picked) for axis_picked in picked]
     value = b.get_value(ref)
+    tile_px = [size // parts for size, parts in zip(value.size_px, b.stage.parts, strict=True)]
+    runs = [_find_runs(*axis) for axis in zip(picked, tile_px, strict=True)]
+    stays = [list(numbers) == [*range(size)] for numbers, size in zip(picked, value.size_px, strict=True)]
     sizes = [tuple(map(len, picked))[: done + 1] + value.size_px[done + 1 :] for done in range(len(picked))]
-    if b.tile_by_tile or not any(1 < len(found) <= _MOST_RUNS for found in runs) or not all(map(b.can_tile, sizes)):
+    if b.tile_by_tile or not all(map(any, zip(runs, stays, strict=True))) or not all(map(b.can_tile, sizes)):
         lower_resample(b, node, ref, *map(make_copy_taps, picked))
         return
     part = b.crop_to_own(ref)
-    for number, (axis, out_px) in enumerate(zip(value.axes, sizes, strict=True)):
-        if len(runs[number]) > _MOST_RUNS:
-            like = value.spec.resize(axis, out_px[number])
-            few = replace(node, name=f"{node.name}.axis{number}", spec=like)
-            taps = [[*range(size)] for size in out_px]
-            taps[number] = list(picked[number])
-            lower_resample(b, few, part, *map(make_copy_taps, taps))
-            part = Ref(few.name)
-        elif runs[number] != [(0, out_px[number], 0)]:
+    for number, out_px in enumerate(sizes):
+        if not stays[number]:
             part = _fetch_runs(b, node, part, number, runs[number], out_px)
     b.add_local_op(node.name, "aten.alias.default", part, like=node.result, axes=value.places)
     b.hold_like(Ref(node.name), part)
 
 
-def _find_runs(picked: Sequence[int]) -> list[tuple[int, int, int]]:
+def _find_runs(picked: Sequence[int], tile_px: int) -> list[tuple[int, int, int]]:
     """Return the runs of consecutive inputs: first output, the one after the last, and how far the inputs lie ahead.
 
-    >>> _find_runs([6, 7, 0, 1, 2])
-    [(0, 2, 6), (2, 5, -2)]
+    There are none if no two of them are further apart than a tile is long, or if there are too many.
+
+    >>> _find_runs([6, 7, 0, 1, 2], tile_px=4), _find_runs([1, 0, 1, 2, 3, 2], tile_px=2)
+    ([(0, 2, 6), (2, 5, -2)], [])
     """
     starts = [0, *(at for at in range(1, len(picked)) if picked[at] != picked[at - 1] + 1)]
+    if len(starts) > _MOST_RUNS or all(abs(picked[at] - picked[at - 1]) <= tile_px for at in starts[1:]):
+        return []
     return [(start, stop, picked[start] - start) for start, stop in pairwise([*starts, len(picked)])]
 
 
