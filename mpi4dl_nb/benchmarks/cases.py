@@ -38,6 +38,8 @@ class BenchmarkStudy:
 
 # The commands are written as on a command line, and split at spaces: JSON among the flags must have none.
 _CHAIN = "--model mpi4dl_nb.engines.models:chain"
+_ATTENTION = "--model mpi4dl_nb.engines.bench.networks:PixelTransformer --batch-size 1"
+_QUARTERS = "--split-size 1 --spatial-size 1 --num-spatial-parts 4"
 _MONAI_ARGS = {"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10}
 _SPEED = {
     "images_per_s": "images/s",
@@ -130,10 +132,24 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
             _make_case(
                 f"{px:,} px",
                 4,
-                f"bench memory {_CHAIN} --image-size {px} --split-size 1 --spatial-size 1 --num-spatial-parts 4",
+                f"bench memory {_CHAIN} --image-size {px} {_QUARTERS}",
                 px,
             )
             for px in (512, 1024, 2048, 4096)
+        ),
+        ratio="share",
+        more_is_better=False,
+        grows="pixels a side",
+        drawn=("peak_bytes", "one_process_peak_bytes"),
+    ),
+    BenchmarkStudy(
+        "Memory of attention",
+        "The same for attention of each pixel to all others: the keys travel in a ring, and PyTorch's operator, which "
+        "keeps no matrix of scores either, computes it in one process.",
+        {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
+        tuple(
+            _make_case(f"{px * px:,} pixels", 4, f"bench memory {_ATTENTION} --image-size {px} {_QUARTERS}", px)
+            for px in (192, 256)
         ),
         ratio="share",
         more_is_better=False,
