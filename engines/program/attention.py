@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpi4dl_nb.engines.geometry.places import Ranges
 from mpi4dl_nb.engines.program.kernels import get_sum_type, register_kernel
-from mpi4dl_nb.engines.program.ring import CHUNK_SCORES, ScoreRule, TokenPlaces
+from mpi4dl_nb.engines.program.ring import ScoreRule, TokenPlaces, count_chunk_scores
 from mpi4dl_nb.engines.program.rng import number_positions, sample_numbered
 
 
@@ -47,10 +47,11 @@ class Queries:
     mask: Tensor | None
     seed: int
 
-    def chunk_rows(self, keys: int) -> Iterator[slice]:
-        """Yield the queries in chunks of which the scores with that many keys are at most `CHUNK_SCORES`."""
+    def chunk_rows(self, key: Tensor, value: Tensor) -> Iterator[slice]:
+        """Yield the queries in chunks of which the scores with a block of keys are no more than its numbers."""
         *groups, rows, _ = self.query.shape
-        size = max(1, CHUNK_SCORES // max(1, math.prod(groups) * keys))
+        most = count_chunk_scores(key.numel() + value.numel())
+        size = max(1, most // max(1, math.prod(groups) * key.shape[-2]))
         return (slice(start, min(rows, start + size)) for start in range(0, rows, size))
 
     def compute_scores(self, rows: slice, key: Tensor, columns: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class RunningAttention:
 
     def add(self, key: Tensor, value: Tensor, columns: Tensor) -> None:
         """Add a block of keys (..., K, C) and their values (..., K, V), at the places `columns` of the whole image."""
-        for rows in self.queries.chunk_rows(key.shape[-2]):
+        for rows in self.queries.chunk_rows(key, value):
             self._add_rows(rows, key, value, columns)
 
     def _add_rows(self, rows: slice, key: Tensor, value: Tensor, columns: Tensor) -> None:
@@ -133,7 +134,7 @@ class AttentionGradient:
         """Add to the gradient of the queries, and return those of a block of keys and of its values."""
         wide = [x.to(self.log_sums.dtype) for x in (key, value)]
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wide]
-        for rows in self.queries.chunk_rows(key.shape[-2]):
+        for rows in self.queries.chunk_rows(key, value):
             self._add_rows(rows, wide, columns, grads)
         return grads[0].to(key.dtype), grads[1].to(value.dtype)
 

@@ -16,8 +16,10 @@ from mpi4dl_nb.engines.geometry.tiles import Move, Tile
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, LocalOp, Messages, MessageSpec, Phase
 
-CHUNK_SCORES = 1 << 22
-"""The number of scores that are in memory at once: 16 MiB in float32."""
+
+def count_chunk_scores(block_numel: int) -> int:
+    """Return how many scores are in memory at once: as many as a block has numbers, or a mebibyte of float32."""
+    return max(1 << 18, block_numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,10 @@ class RingAttention(Instruction):
         own, wide = self.blocks[self.own], self.spec.sums.item_bytes
         largest = max(block.bytes for block in self.blocks)
         rows, keys = self.spec.numel // self.spec.shape[-1], max(block.key.shape[-2] for block in self.blocks)
-        chunk = min(CHUNK_SCORES, rows * keys) * wide
+        chunk = min(count_chunk_scores(max(block.key.numel + block.value.numel for block in self.blocks)), rows * keys)
+        chunk *= wide
         if forward:
             return 2 * largest + self.spec.numel * wide + chunk
-        # Gradients of a block: as computed, and packed; of the own block: the sum, and what arrives for it.
-        return 4 * largest + 2 * own.bytes + rows * own.key.shape[-1] * wide + 2 * chunk
+        # Two blocks on their way. Gradients of a block: as computed, and packed; those of the one before, on their way
+        # back. Of the own block: the sum of its gradients, and those that arrive.
+        return 5 * largest + 2 * own.bytes + rows * own.key.shape[-1] * wide + 2 * chunk

@@ -193,7 +193,7 @@ def make_queries(rule: ScoreRule, seed: int = 0, mask: Tensor | None = None) -> 
 def test_blocks_in_any_order_and_chunks_of_any_size(
     chunk: int, cuts: tuple[int, ...], dropout: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(attention, "CHUNK_SCORES", chunk)
+    monkeypatch.setattr(attention, "count_chunk_scores", lambda numel: chunk)
     rule = ScoreRule(0.5, causal=True, dropout=dropout)
     queries, key, value = make_queries(rule)
     whole = attention.attend_with_dropout(
