@@ -6,6 +6,25 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 
+class _Block(nn.Module):
+    """Attention of each token to all others, then a change of each token by itself: (N, T, width) to the same shape."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.mix, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        layers = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        self.change = nn.Sequential(*layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        triple = self.mix(self.norm(tokens)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = triple.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        tokens = tokens + self.project(mixed)
+        changed: Tensor = self.change(tokens)
+        return tokens + changed
+
+
 class PixelTransformer(nn.Module):
     """Blocks of attention of each pixel to all others: (N, 3, H, W) -> (N, num_classes, H, W).
 
@@ -19,29 +38,11 @@ class PixelTransformer(nn.Module):
     def __init__(self, *, num_classes: int = 2, width: int = 32, heads: int = 2, blocks: int = 1) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, num_classes, 1)
-        self.heads = heads
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm": nn.LayerNorm(width),
-                    "mix": nn.Linear(width, 3 * width),
-                    "project": nn.Linear(width, width),
-                    "change": nn.Sequential(
-                        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-                    ),
-                }
-            )
-            for _ in range(blocks)
-        )
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(blocks)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits per pixel."""
         x = self.stem(x)
-        tokens = x.flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            triple = block["mix"](block["norm"](tokens)).unflatten(-1, (3, self.heads, -1))
-            query, key, value = triple.permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-            tokens = tokens + block["project"](mixed)
-            tokens = tokens + block["change"](tokens)
-        return self.head(tokens.transpose(1, 2).reshape(x.shape))
+        tokens = self.blocks(x.flatten(2).transpose(1, 2))
+        logits: Tensor = self.head(tokens.transpose(1, 2).reshape(x.shape))
+        return logits

@@ -158,14 +158,15 @@ class RingAttention(Instruction):
         return Effects(tuple(specs), tuple(dict.fromkeys(self.sources[:3])), {}, messages, temporary=temporary)
 
     def _count_temporary_bytes(self, forward: bool) -> int:
-        """Return the bytes of two blocks on their way, of sums, and of one chunk of scores."""
+        """Return the bytes of blocks on their way, of sums, and of chunks of scores."""
         own, wide = self.blocks[self.own], self.spec.sums.item_bytes
         largest = max(block.bytes for block in self.blocks)
         rows, keys = self.spec.numel // self.spec.shape[-1], max(block.key.shape[-2] for block in self.blocks)
         chunk = min(count_chunk_scores(max(block.key.numel + block.value.numel for block in self.blocks)), rows * keys)
-        chunk *= wide
+        chunk, arriving = chunk * wide, min(2, len(self.blocks) - 1)
         if forward:
-            return 2 * largest + self.spec.numel * wide + chunk
-        # Two blocks on their way. Gradients of a block: as computed, and packed; those of the one before, on their way
-        # back. Of the own block: the sum of its gradients, and those that arrive.
-        return 5 * largest + 2 * own.bytes + rows * own.key.shape[-1] * wide + 2 * chunk
+            return arriving * largest + self.spec.numel * wide + chunk
+        # Gradients of a block: as computed, and packed; those of the one before, on their way back. Of the own block:
+        # the sum of its gradients, and those that arrive.
+        blocks = arriving + 2 + min(1, len(self.blocks) - 2)
+        return blocks * largest + 2 * own.bytes + rows * own.key.shape[-1] * wide + 2 * chunk
