@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class _Block(nn.Module):
+class _AttentionBlock(nn.Module):
     """Attention of each token to all others, then a change of each token by itself: (N, T, width) to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -38,7 +38,7 @@ class PixelTransformer(nn.Module):
     def __init__(self, *, num_classes: int = 2, width: int = 32, heads: int = 2, blocks: int = 1) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, num_classes, 1)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(_AttentionBlock(width, heads) for _ in range(blocks)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits per pixel."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpi4dl_nb.engines.geometry.places import Ranges
-from mpi4dl_nb.engines.geometry.tiles import Move, Tile
+from mpi4dl_nb.engines.geometry.tiles import Move, Tile, split_axis
 from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, LocalOp, Messages, MessageSpec, Phase
 
@@ -54,6 +54,8 @@ class TokenPlaces:
         return all(start == 0 for _, start, _ in self.pixels)
 
 
+PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
+
 RING_TAGS = 4
 """Three are for blocks in forward, blocks in backward and gradients of blocks; every instruction has an even number."""
 
@@ -78,9 +80,9 @@ class KeyBlock:
 class RingAttention(Instruction):
     """`target` is the attention of this rank's queries to the keys of all `blocks`, of which `own` is this rank's.
 
-    Blocks are in the order of their ranks. `spec` is that of this rank's part of the result. `groups` are the places of
-    the queries along the axes before the tokens (batch and heads), `tokens` those along them. `log_sums` names the
-    value that backward needs beside the result.
+    Blocks are in the order of their ranks, and travel in `pieces`. `spec` is that of this rank's part of the result.
+    `groups` are the places of the queries along the axes before the tokens (batch and heads), `tokens` those along
+    them. `log_sums` names the value that backward needs beside the result.
     """
 
     per_micro_batch: ClassVar[bool] = True
@@ -122,6 +124,12 @@ class RingAttention(Instruction):
         return (*self.blocks[self.own :], *self.blocks[: self.own])
 
     @property
+    def pieces(self) -> int:
+        """The number of pieces in which each block travels: of `PIECE_BYTES` or more, and eight at most."""
+        fewest = min(block.key.shape[-2] for block in self.blocks)
+        return max(1, min(_MOST_PIECES, max(block.bytes for block in self.blocks) // PIECE_BYTES, fewest))
+
+    @property
     def local_ops(self) -> tuple[LocalOp, ...]:
         """The attention to all keys, as if they were here: what the rank computes in all rounds together."""
         own, count = self.blocks[self.own], sum(block.key.shape[-2] for block in self.blocks)
@@ -132,8 +140,14 @@ class RingAttention(Instruction):
         """Return what the ring does in a phase: backward fetches the blocks again, and returns their gradients."""
         forward = phase is Phase.FORWARD
         own, *others = self.rounds
-        sends = [MessageSpec(block.rank, own.bytes, Move(own.rank, block.rank, own.tile)) for block in others]
-        receives = [MessageSpec(block.rank, block.bytes, Move(block.rank, own.rank, block.tile)) for block in others]
+        sends = [
+            MessageSpec(to.rank, size, Move(own.rank, to.rank, own.tile)) for to in others for size in self._cut(own)
+        ]
+        receives = [
+            MessageSpec(block.rank, size, Move(block.rank, own.rank, block.tile))
+            for block in others
+            for size in self._cut(block)
+        ]
         if not forward:
             sends, receives = [*sends, *receives], [*receives, *sends]
         messages = Messages(
@@ -157,16 +171,21 @@ class RingAttention(Instruction):
             return Effects((*self.sources, self.log_sums), tuple(specs), specs, messages, temporary=temporary)
         return Effects(tuple(specs), tuple(dict.fromkeys(self.sources[:3])), {}, messages, temporary=temporary)
 
+    def _cut(self, block: KeyBlock) -> list[int]:
+        """Return the bytes of each piece of a block."""
+        tokens = block.key.shape[-2]
+        return [block.bytes // tokens * len(span) for span in split_axis(tokens, self.pieces)]
+
     def _count_temporary_bytes(self, forward: bool) -> int:
         """Return the bytes of blocks on their way, of sums, and of chunks of scores."""
         own, wide = self.blocks[self.own], self.spec.sums.item_bytes
-        largest = max(block.bytes for block in self.blocks)
+        largest = max(max(self._cut(block)) for block in self.blocks)
         rows, keys = self.spec.numel // self.spec.shape[-1], max(block.key.shape[-2] for block in self.blocks)
         chunk = min(count_chunk_scores(max(block.key.numel + block.value.numel for block in self.blocks)), rows * keys)
         chunk, arriving = chunk * wide, min(2, len(self.blocks) - 1)
         if forward:
             return arriving * largest + self.spec.numel * wide + chunk
-        # Gradients of a block: as computed, and packed; those of the one before, on their way back. Of the own block:
-        # the sum of its gradients, and those that arrive.
+        # Gradients of a piece: as computed, and packed; those of the one before, on their way back. Of the own block:
+        # the sum of its gradients, and those of a piece that arrive.
         blocks = arriving + 2 + min(1, len(self.blocks) - 2)
-        return blocks * largest + 2 * own.bytes + rows * own.key.shape[-1] * wide + 2 * chunk
+        return blocks * largest + own.bytes + max(self._cut(own)) + rows * own.key.shape[-1] * wide + 2 * chunk

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
+from mpi4dl_nb.engines.geometry.tiles import Span, split_axis
 from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention, number_tokens
 from mpi4dl_nb.engines.program.effects import Phase
-from mpi4dl_nb.engines.program.ring import KeyBlock, RingAttention
+from mpi4dl_nb.engines.program.ring import RingAttention
 
 
 class RingRunner:
     """One ring on one rank, prepared to run repeatedly.
 
-    While a block is computed, the next one is on its way, and the gradient of the one before.
+    Blocks travel in pieces. While a piece is computed, the next one is on its way, and the gradient of the one before.
 
       round        0        1        2
       computed    own      block 1  block 2
@@ -28,6 +29,7 @@ class RingRunner:
     def __init__(self, ring: RingAttention, world: World, device: torch.device) -> None:
         self.ring, self.world = ring, world
         self._columns = [number_tokens(block.tokens, device) for block in ring.rounds]
+        self._steps = [(number, piece) for number in range(len(ring.rounds)) for piece in range(ring.pieces)]
         forward, backward = (ring.get_effects(phase).messages for phase in (Phase.FORWARD, Phase.BACKWARD))
         self._sent = [sum(sent.bytes for sent in messages.sends) for messages in (forward, backward) if messages]
 
@@ -36,8 +38,8 @@ class RingRunner:
         """Return the result, the logarithms of the sums of exponentials, and the bytes that this rank sends."""
         queries, key, value = self._read(values, seed)
         running = RunningAttention(queries, value.shape[-1])
-        for number, keys, key_values in self._fetch_blocks(key, value, self.ring.tag):
-            running.add(keys, key_values, self._columns[number])
+        for _, keys, key_values, columns in self._fetch_pieces(self._pack(key, value), self.ring.tag):
+            running.add(keys, key_values, columns)
         return *running.finish(), self._sent[0]
 
     @torch.no_grad()
@@ -46,71 +48,92 @@ class RingRunner:
         ring = self.ring
         queries, key, value = self._read(leaves, seed)
         gradient = AttentionGradient(queries, leaves[ring.target], leaves[ring.log_sums], grad)
-        total = torch.zeros(key.numel() + value.numel(), dtype=key.dtype, device=key.device)
-        returning = None
-        for number, keys, key_values in self._fetch_blocks(key, value, ring.tag + 1):
-            of_block = _pack(*gradient.add(keys, key_values, self._columns[number]))
+        own = self._pack(key, value)
+        totals, returning = [torch.zeros_like(piece) for piece in own], None
+        for (number, piece), keys, key_values, columns in self._fetch_pieces(own, ring.tag + 1):
+            parts = gradient.add(keys, key_values, columns)
             if returning is not None:
-                total += returning.wait()
+                totals[returning.piece] += returning.wait()
             if number == 0:
-                total += of_block
+                totals[piece] += _join(*parts)
             else:
-                returning = self._exchange(of_block, number, torch.empty_like(total), -number, ring.tag + 2)
+                received = torch.empty_like(own[piece])
+                returning = self._exchange(_join(*parts), number, received, -number, piece, ring.tag + 2)
         if returning is not None:
-            total += returning.wait()
-        of_key, of_value = _unpack(total, ring.rounds[0])
+            totals[returning.piece] += returning.wait()
+        split = [self._split(total, 0, piece) for piece, total in enumerate(totals)]
         gradients = {ring.queries: gradient.query.to(queries.query.dtype)}
-        for name, part in ((ring.keys, of_key), (ring.values, of_value)):  # one value may be two of them, or all three
+        for name, parts in zip((ring.keys, ring.values), zip(*split, strict=True), strict=True):
+            part = torch.cat(parts, -2)
+            # One value may be two of the three, or all of them.
             gradients[name] = gradients[name] + part if name in gradients else part
         return gradients, self._sent[1]
 
     def _read(self, values: Mapping[str, Tensor], seed: int) -> tuple[Queries, Tensor, Tensor]:
         ring = self.ring
         mask = None if ring.mask is None else values[ring.mask]
-        queries = Queries(
-            values[ring.queries], ring.rule, ring.groups, ring.tokens, ring.rounds[0].tokens.count, mask, seed
-        )
+        places = ring.groups, ring.tokens, ring.rounds[0].tokens.count
+        queries = Queries(values[ring.queries], ring.rule, *places, mask, seed)
         return queries, values[ring.keys], values[ring.values]
 
-    def _fetch_blocks(self, key: Tensor, value: Tensor, tag: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the number of each round, with its keys and values."""
-        rounds, own = self.ring.rounds, _pack(key, value)
+    def _pack(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return this rank's keys and values in pieces, each in one dimension."""
+        spans = (slice(span.start, span.stop) for span in self._cut(0))
+        return [_join(key[..., span, :], value[..., span, :]) for span in spans]
 
-        def start(number: int) -> _Arriving:
-            block = rounds[number]
-            return self._exchange(own, -number, own.new_empty(block.key.numel + block.value.numel), number, tag)
+    def _cut(self, number: int) -> list[Span]:
+        """Return the tokens of each piece of the block of a round."""
+        return split_axis(self.ring.rounds[number].key.shape[-2], self.ring.pieces)
 
-        following = start(1)
-        yield 0, key, value
-        for number, block in enumerate(rounds[1:], 1):
-            arriving = following
-            if number + 1 < len(rounds):
-                following = start(number + 1)
-            yield number, *_unpack(arriving.wait(), block)
+    def _split(self, flat: Tensor, number: int, piece: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a piece of the block of a round."""
+        block, count = self.ring.rounds[number], len(self._cut(number)[piece])
+        key, value = block.key.resize(-2, count), block.value.resize(-2, count)
+        keys, values = flat.split([key.numel, value.numel])
+        return keys.view(key.shape), values.view(value.shape)
 
-    def _exchange(self, sent: Tensor, target: int, received: Tensor, source: int, tag: int) -> _Arriving:
+    def _fetch_pieces(
+        self, own: Sequence[Tensor], tag: int
+    ) -> Iterator[tuple[tuple[int, int], Tensor, Tensor, Tensor]]:
+        """Yield for each piece the numbers of its round and of itself, its keys and values, and their places."""
+
+        rounds = self.ring.rounds
+
+        def start(number: int, piece: int) -> _Arriving:
+            count = len(self._cut(number)[piece])
+            numel = sum(spec.resize(-2, count).numel for spec in (rounds[number].key, rounds[number].value))
+            return self._exchange(own[piece], -number, own[piece].new_empty(numel), number, piece, tag)
+
+        following = start(*self._steps[len(own)])  # the pieces before are the rank's own
+        for position, (number, piece) in enumerate(self._steps):
+            flat = own[piece]
+            if number:
+                arriving = following
+                if position + 1 < len(self._steps):
+                    following = start(*self._steps[position + 1])
+                flat = arriving.wait()
+            span = self._cut(number)[piece]
+            yield (number, piece), *self._split(flat, number, piece), self._columns[number][span.start : span.stop]
+
+    def _exchange(self, sent: Tensor, target: int, received: Tensor, source: int, piece: int, tag: int) -> _Arriving:
         """Start to send to the owner of the block of round `target`, and to receive from that of round `source`."""
         target_rank, source_rank = (self.ring.rounds[number].rank for number in (target, source))
         messages = [Message(target_rank, tag, sent)], [Message(source_rank, tag, received)]
-        return _Arriving(self.world.exchange(*messages), received)
+        return _Arriving(self.world.exchange(*messages), received, piece)
 
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """A message on its way into a tensor."""
+    """A message on its way into a tensor: that of a `piece` of a block."""
 
     pending: Pending
     received: Tensor
+    piece: int
 
     def wait(self) -> Tensor:
         self.pending.wait()
         return self.received
 
 
-def _pack(key: Tensor, value: Tensor) -> Tensor:
+def _join(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([key.reshape(-1), value.reshape(-1)])
-
-
-def _unpack(flat: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor]:
-    key, value = flat.split([block.key.numel, block.value.numel])
-    return key.view(block.key.shape), value.view(block.value.shape)

@@ -18,7 +18,7 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
-from mpi4dl_nb.engines.program import attention
+from mpi4dl_nb.engines.program import attention, ring
 from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention
 from mpi4dl_nb.engines.program.ring import RingAttention, ScoreRule, TokenPlaces
 from mpi4dl_nb.engines.train.recipe import prepare
@@ -162,11 +162,16 @@ class TokenMixer(nn.Module):
         return self.head(to_image(t + self.project(mixed.transpose(1, 2).flatten(2)), x))
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("fused", [0, 2])
 @pytest.mark.parametrize("grid", ["1x1", "1x3", "2x2", "3x2"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_transformer_between_convolutions(dropout: float, grid: str, fused: int):
+def test_a_transformer_between_convolutions(
+    dropout: float, grid: str, fused: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+):
     torch.manual_seed(1)
+    monkeypatch.setattr(ring, "PIECE_BYTES", 1 << 20 if pieces == 1 else 64)
+    monkeypatch.setattr(ring, "_MOST_PIECES", pieces)
     assert_exact(
         TokenMixer(dropout).double(), torch.randn(2, 3, 7, 9).double(), make_tiled_plan(grid, fused), same=close
     )
@@ -175,9 +180,9 @@ def test_a_transformer_between_convolutions(dropout: float, grid: str, fused: in
 def test_keys_do_not_meet_on_any_rank():
     """Each rank sends its own keys and values to every other one, and backward once more, with their gradients."""
     program = make_compiler(TokenMixer(), (1, 3, 8, 8), "2x2").compile_rank(0)
-    (ring,) = (item for item in program.forward if isinstance(item, RingAttention))
-    assert [block.key.shape for block in ring.blocks] == [(1, 2, 16, 4)] * 4
-    assert ring.spec.shape == (1, 2, 16, 4)
+    (item,) = (item for item in program.forward if isinstance(item, RingAttention))
+    assert [block.key.shape for block in item.blocks] == [(1, 2, 16, 4)] * 4
+    assert item.spec.shape == (1, 2, 16, 4)
 
 
 def make_queries(rule: ScoreRule, seed: int = 0, mask: Tensor | None = None) -> tuple[Queries, Tensor, Tensor]:
