@@ -1,8 +1,8 @@
 """Attention in a ring: each rank keeps its queries, and the keys and values of the others arrive one after another.
 
 After Liu, Zaharia and Abbeel, 2023 (arXiv:2310.01889), section 3, but each block comes from its owner and not from the
-neighbour: the same bytes, and a rank waits for no third one. A rank holds two blocks beside its own, and never a matrix
-of tokens by tokens.
+neighbour: the same bytes, and a rank waits for no third one. Beside its own block a rank holds some pieces of others,
+and never a matrix of tokens by tokens.
 """
 
 from __future__ import annotations
