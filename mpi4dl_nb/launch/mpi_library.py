@@ -41,7 +41,9 @@ def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
     """
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
+        # Ranks share cores: as Open MPI 5 reads it, and as older ones do.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
         # Threads spin for the next kernel for some ms (GNU OpenMP 3, LLVM OpenMP 1), then sleep: ranks share cores.
         "GOMP_SPINCOUNT": "100000",
         "KMP_BLOCKTIME": "1",

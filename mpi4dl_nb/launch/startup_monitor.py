@@ -222,7 +222,8 @@ def describe_network_settings(variables: Mapping[str, str] = os.environ) -> str:
 
 _CAUSES = {
     r"not enough slots available": "there are fewer places (slots) than ranks. Start fewer ranks, or ask the batch "
-    "system for more; PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe lets ranks share cores",
+    "system for more; PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe lets ranks share cores, and so does "
+    "OMPI_MCA_rmaps_base_oversubscribe=1 before Open MPI 5",
     r"attempt to run as root": "root may not start it. Work as a user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and "
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     r"Address already in use|EADDRINUSE": "a port that it wanted is taken. Start again; if a fixed port is set (in "

@@ -14,6 +14,7 @@ import pytest
 from mpi4dl_nb.cluster.cluster import Cluster
 from mpi4dl_nb.engines.errors import ImageError, RankError
 from mpi4dl_nb.engines.images.picture import open_image
+from mpi4dl_nb.launch.mpi_library import make_mpi_environment
 from mpi4dl_nb.launch.startup_monitor import check_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -247,3 +248,10 @@ print("all done")
 def test_copies_of_the_notebook_leave_its_ranks_alone():
     done = run(FORKS)
     assert done.stdout.endswith("all done\n"), done.stderr
+
+
+def test_more_ranks_than_cores_start_under_each_open_mpi():
+    """Open MPI 5 reads the first variable, and older ones the second: without it they find no slot for the last ranks."""
+    environment = make_mpi_environment(4)
+    assert environment["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert environment["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
