@@ -251,7 +251,7 @@ def test_copies_of_the_notebook_leave_its_ranks_alone():
 
 
 def test_more_ranks_than_cores_start_under_each_open_mpi():
-    """Open MPI 5 reads the first variable, and older ones the second: without it they find no slot for the last ranks."""
+    """Open MPI 5 reads the first variable, and older ones the second: they would find no slot for the last ranks."""
     environment = make_mpi_environment(4)
     assert environment["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert environment["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
