@@ -20,7 +20,7 @@ from mpi4dl_nb.engines.comm.streams import wait_for_device
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.predict.calibrate import measure_overheads
 from mpi4dl_nb.engines.program.effects import Phase
-from mpi4dl_nb.engines.program.timeline import TimelineEvent
+from mpi4dl_nb.engines.program.timeline import WORK, TimelineEvent
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining
 from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
@@ -35,7 +35,7 @@ def add_by_phase(seconds: dict[str, float], events: Iterable[TimelineEvent]) -> 
     """Add the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
     kinds = {"all-reduce": "sums", "update": "update"}
     for event in events:
-        if event.kind == "compute":
+        if event.kind in WORK and event.kind not in kinds:
             phase = "forward" if event.phase == Phase.FORWARD.value else "backward"
         else:
             phase = kinds.get(event.kind, "messages")

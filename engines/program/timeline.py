@@ -143,11 +143,8 @@ class Timeline(FactTable):
     def idle(self) -> float:
         """The fraction of all ranks' time not spent computing, from the first forward to the last backward."""
         passes = Timeline(tuple(event for event in self.events if event.phase != Phase.UPDATE.value))
-        work = [event for event in passes.events if event.kind == "compute"]
-        shares = (
-            sum(event.end_s - event.start_s for event in work if event.rank == rank) / passes.seconds
-            for rank in self.ranks
-        )
+        work = [event for event in passes.events if event.kind in WORK]
+        shares = (sum(event.busy_s for event in work if event.rank == rank) / passes.seconds for rank in self.ranks)
         return 1 - sum(shares) / len(self.ranks)
 
     def to_chrome(self, path: str | Path, predicted: Timeline | None = None) -> Path:

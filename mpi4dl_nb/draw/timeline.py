@@ -47,7 +47,7 @@ def label_rows(axes: Axes, timeline: Timeline) -> None:
         return
     for row, rank in enumerate(timeline.ranks):
         # Consecutive work on one micro-batch in one pass has one label.
-        mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
+        mine = [event for event in timeline.events if event.rank == rank and event.kind in ("compute", "ring")]
         mine.sort(key=lambda event: event.start_s)
         for name, events in groupby(mine, lambda event: f"{LETTERS.get(event.phase, 'B')}{event.micro_batch}"):
             run = list(events)
