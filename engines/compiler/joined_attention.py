@@ -45,14 +45,14 @@ class _Chain:
     """The nodes of one attention, in order, and what the operator in their place takes, as far as it is known."""
 
     nodes: list[Node]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     turn: Node | None = None
 
     def join(self) -> tuple[Node, ...]:
         """Return the nodes in place of the last one of the chain."""
         last, flops = self.nodes[-1], sum(node.flops for node in self.nodes)
         operator = "aten.scaled_dot_product_attention.default"
-        return *filter(None, [self.turn]), replace(last, operator=operator, arguments=self.given, flops=flops)
+        return *filter(None, [self.turn]), replace(last, operator=operator, arguments=self.arguments, flops=flops)
 
 
 class _ChainFinder:
@@ -68,10 +68,12 @@ class _ChainFinder:
         """Return the attention that ends with a node, if there is one."""
         if (pair := self._get_factors(last, _OF_VALUES)) is None:
             return None
-        given = {"query": None, "key": None, "value": pair[1], "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
-        chain, source = _Chain([last], given | {"scale": 1.0, "enable_gqa": False}), pair[0]
+        weights, value = pair
+        arguments = {"query": None, "key": None, "value": value, "attn_mask": None, "dropout_p": 0.0}
+        chain = _Chain([last], {**arguments, "is_causal": False, "scale": 1.0, "enable_gqa": False})
+        source: object = weights
         if node := self._step_back(chain, source, "aten.dropout.default"):
-            chain.given["dropout_p"] = float(node.arguments["p"] if node.arguments["train"] else 0.0)
+            chain.arguments["dropout_p"] = float(node.arguments["p"] if node.arguments["train"] else 0.0)
             source = node.arguments["input"]
         node = self._step_back(chain, source, "aten.softmax.int")
         if node is None or node.arguments["dim"] % len(node.result.shape) != len(node.result.shape) - 1:
@@ -83,7 +85,8 @@ class _ChainFinder:
             factor = node.arguments["other"]
             if not isinstance(factor, int | float) or factor <= 0:
                 return None
-            chain.given["scale"], source = (factor if "mul" in node.operator else 1 / factor), node.arguments["self"]
+            chain.arguments["scale"] = factor if "mul" in node.operator else 1 / factor
+            source = node.arguments["self"]
         node = self._step_back(chain, source, *_PRODUCTS)
         return chain if node and self._take_factors(chain, node) else None
 
@@ -91,7 +94,7 @@ class _ChainFinder:
         """Return whether another operator draws random numbers between the first and the last node of a chain."""
         start, stop = (self.places[node.name] for node in (chain.nodes[0], chain.nodes[-1]))
         between = self.graph.nodes[start:stop]
-        return chain.given["dropout_p"] > 0 and any(
+        return chain.arguments["dropout_p"] > 0 and any(
             node not in chain.nodes and find_sample_number(self.graph, node) is not None for node in between
         )
 
@@ -113,7 +116,7 @@ class _ChainFinder:
             maker = self.nodes.get(scores.name) if isinstance(scores, Ref) else None
             is_product = maker is not None and maker.operator in (*_SCALES, *_PRODUCTS)
             if is_product and isinstance(mask, Ref) and self._step_back(chain, source, node.operator):
-                chain.given["attn_mask"] = mask
+                chain.arguments["attn_mask"] = mask
                 return scores
         return source
 
@@ -132,7 +135,7 @@ class _ChainFinder:
             )
         else:
             return False
-        chain.given |= {"query": query, "key": key}
+        chain.arguments |= {"query": query, "key": key}
         return True
 
     def _get_factors(self, node: Node, form: str) -> tuple[Ref, Ref] | None:

@@ -163,7 +163,10 @@ def attend_with_dropout(
     groups: Ranges,
     tokens: TokenPlaces,
 ) -> Tensor:
-    """Return the result for queries that have all of their keys here; the weights are dropped by position."""
+    """Return the result for queries that have all of their keys here; the weights are dropped by position.
+
+    With the matrix of scores, as PyTorch computes dropout: so autograd finds the gradient, that of a trained mask too.
+    """
     count = key.shape[-2]
     queries, columns = Queries(query, rule, groups, tokens, count, mask, seed), torch.arange(count, device=query.device)
     scores = queries.compute_scores(slice(None), key, columns)

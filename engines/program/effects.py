@@ -109,9 +109,9 @@ class Effects:
 
     It `reads` values and `makes` others, whose specs are `specs` where they do not follow from its kernels. In another
     phase than FORWARD these are the gradients of the values, and those that are read are freed. `temporary` are the
-    bytes of memory that it needs beside them and its messages. `updates` is set only for the weight update, which runs
-    on all ranks or none: the number of running statistics that it updates. `inner` are the effects of a small program
-    that the instruction runs.
+    bytes of memory that an instruction with messages needs beside these. `updates` is set only for the weight update,
+    which runs on all ranks or none: the number of running statistics that it updates. `inner` are the effects of a
+    small program that the instruction runs.
     """
 
     reads: tuple[str, ...] = ()

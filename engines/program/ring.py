@@ -78,7 +78,7 @@ class KeyBlock:
 
 @dataclass(frozen=True, slots=True)
 class RingAttention(Instruction):
-    """`target` is the attention of this rank's queries to the keys of all `blocks`, of which `own` is this rank's.
+    """`target` is the attention of this rank's queries to the keys of all `blocks`; that at `position` is its own.
 
     Blocks are in the order of their ranks, and travel in `pieces`. `spec` is that of this rank's part of the result.
     `groups` are the places of the queries along the axes before the tokens (batch and heads), `tokens` those along
@@ -95,7 +95,7 @@ class RingAttention(Instruction):
     target: str
     spec: TensorSpec
     blocks: tuple[KeyBlock, ...]
-    own: int
+    position: int
     rule: ScoreRule
     groups: Ranges
     tokens: TokenPlaces
@@ -121,7 +121,7 @@ class RingAttention(Instruction):
         #   rank 0   0 1 2 3
         #   rank 1   1 2 3 0
         #   rank 2   2 3 0 1
-        return (*self.blocks[self.own :], *self.blocks[: self.own])
+        return (*self.blocks[self.position :], *self.blocks[: self.position])
 
     @property
     def pieces(self) -> int:
@@ -132,8 +132,8 @@ class RingAttention(Instruction):
     @property
     def local_ops(self) -> tuple[LocalOp, ...]:
         """The attention to all keys, as if they were here: what the rank computes in all rounds together."""
-        own, count = self.blocks[self.own], sum(block.key.shape[-2] for block in self.blocks)
-        keys, values = (spec.resize(-2, count) for spec in (own.key, own.value))
+        count, first = sum(block.key.shape[-2] for block in self.blocks), self.blocks[0]
+        keys, values = (spec.resize(-2, count) for spec in (first.key, first.value))
         return (LocalOp(self.target, "aten.scaled_dot_product_attention.default", (Ref(self.queries), keys, values)),)
 
     def get_effects(self, phase: Phase) -> Effects:
@@ -178,7 +178,7 @@ class RingAttention(Instruction):
 
     def _count_temporary_bytes(self, forward: bool) -> int:
         """Return the bytes of blocks on their way, of sums, and of chunks of scores."""
-        own, wide = self.blocks[self.own], self.spec.sums.item_bytes
+        own, wide = self.blocks[self.position], self.spec.sums.item_bytes
         largest = max(max(self._cut(block)) for block in self.blocks)
         rows, keys = self.spec.numel // self.spec.shape[-1], max(block.key.shape[-2] for block in self.blocks)
         chunk = min(count_chunk_scores(max(block.key.numel + block.value.numel for block in self.blocks)), rows * keys)

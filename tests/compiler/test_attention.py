@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb import Cluster, Training, forecast, show_step
-from mpi4dl_nb.engines.comm.loopback import run_ranks
+from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.compiler import joined_attention, local_rules
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
@@ -20,9 +20,11 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
 from mpi4dl_nb.engines.program import attention, ring
 from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention
+from mpi4dl_nb.engines.program.program import Traffic, count_traffic
 from mpi4dl_nb.engines.program.ring import RingAttention, ScoreRule, TokenPlaces
 from mpi4dl_nb.engines.train.recipe import prepare
-from mpi4dl_nb.engines.train.verify import verify
+from mpi4dl_nb.engines.train.training import RankTraining
+from mpi4dl_nb.engines.train.verify import make_batches, verify
 from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds
 from tests.compiler.test_tokens import to_image, to_tokens
 from tests.compiler.test_whole import make_compiler
@@ -335,11 +337,30 @@ def test_it_trains_in_every_kind_of_plan(name: str):
 
 
 @pytest.mark.parametrize("plan", [PLANS["tiles"], PLANS["computed again"]], ids=str)
-def test_memory_and_messages_are_as_forecast(plan: Plan):
+def test_memory_is_as_forecast(plan: Plan):
     recipe = prepare(TokenMixer(), plan, (2, 3, 64, 64), nn.CrossEntropyLoss())
     for measured in measure_live_bytes(recipe):
         memory = predict_rank_memory(measured.program, recipe.graph, plan, 1)
         assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
+
+
+def test_what_a_ring_sends_is_counted_beforehand(monkeypatch: pytest.MonkeyPatch):
+    """In one message for each piece, and back again with gradients."""
+    monkeypatch.setattr(ring, "PIECE_BYTES", 1 << 10)
+    plan = PLANS["tiles"]
+    recipe = prepare(TokenMixer(), plan, (2, 3, 16, 16), nn.CrossEntropyLoss())
+    batch = make_batches(recipe, 0, steps=1)[0]
+
+    def work(world: LoopbackWorld) -> tuple[Traffic, int]:
+        training = RankTraining(world, recipe)
+        training.step(training.cut(batch))
+        sent = sum(event.bytes for event in training.worker.events if event.kind == "ring")
+        return count_traffic(training.program)["ring"], sent
+
+    for counted, sent in run_ranks(plan.ranks, work):
+        block = 2 * 2 * (8 * 8) * (4 + 4) * 4  # images, heads, tokens, channels of keys and values, bytes
+        assert counted.bytes == sent == 3 * 3 * block  # to three ranks: the block, once more, and a gradient
+        assert counted.messages == 3 * 3 * 8
 
 
 @pytest.mark.parametrize("backend", ["loopback", "in_turn"])
@@ -363,9 +384,12 @@ def test_a_ring_is_stepped_through(backend: str):
         assert all(torch.equal(ran.state_dict()[name], part) for name, part in walked.state_dict().items())
 
 
-def test_seconds_are_forecast_with_the_work_of_all_rounds():
-    plan = PLANS["tiles"]
-    forecasts = [forecast(TokenMixer(), plan, (1, 3, *size), "DGX H100") for size in ((32, 32), (64, 64))]
-    rings = [[event for event in each.timeline.events if event.kind == "ring"] for each in forecasts]
-    assert [len(events) for events in rings] == [2 * plan.ranks] * 2
-    assert all(event.bytes for event in rings[0])
+def test_seconds_grow_with_the_pairs_of_pixels():
+    """Four times the pixels: sixteen times the scores, of all rounds."""
+    plan, seconds = PLANS["tiles"], []
+    for side_px in (64, 128):
+        events = forecast(TokenMixer(), plan, (1, 3, side_px, side_px), "DGX H100").timeline.events
+        rings = [event for event in events if event.kind == "ring"]
+        assert len(rings) == 2 * plan.ranks
+        seconds.append(sum(event.busy_s for event in rings))
+    assert 8 < seconds[1] / seconds[0] < 24

@@ -109,7 +109,7 @@ def _attend_in_ring(b: Builder, node: Node, query: ValueLayout) -> None:
         target=target.name,
         spec=replace(node.result, shape=target.compute_shape(tile)),
         blocks=tuple(_make_block(rank, key, value, key_tiles[rank]) for rank in ranks),
-        own=ranks.index(b.rank),
+        position=ranks.index(b.rank),
         rule=_make_rule(b, node, find_sample_number(b.graph, node) or 0),
         groups=groups,
         tokens=tokens,

@@ -156,8 +156,8 @@ def _fetch_runs(
             span = tile[number] & Span(start, stop)
             wanted[rank] = tile.replace_span(number, Span(span.start + ahead, span.stop + ahead))
         fetched = b.exchange(ref, wanted, 0.0)  # on every rank, also one that reads nothing of the run
-        if own := wanted[b.rank]:
-            parts.append(b.pad_window(Window(fetched.name, b.get_held_tiles(fetched)[b.rank], own, 0.0)))
+        if tile := wanted[b.rank]:
+            parts.append(b.pad_window(Window(fetched.name, b.get_held_tiles(fetched)[b.rank], tile, 0.0)))
     like = b.get_value(ref).spec.resize(axis, out_px[number])
     return b.add_local_op(name, "aten.cat.default", parts, axis, like=like, axes=b.get_value(ref).places)
 
