@@ -57,6 +57,7 @@ def build_layer_tables(
         facts.append(
             {
                 "title": format_title(picture, point).replace("\n", " · "),
+                "name": f"layer {point.name}" if point.readers else "the picture",
                 "operator": point.operator if point.readers else "",
                 "stage": point.stage,
                 "grid": list(point.ranks.grid),

@@ -115,8 +115,7 @@ def _add_facts(point: TuningPoint, forecast: Forecast, on_front: bool, rank_byte
     rate, memory = f"{format_number(forecast.images_per_s)} images/s", f"{format_bytes(point.bytes)}{limit}"
     facts = [
         ("kind", WORDS[point.kind]),
-        ("predicted", f"{rate}, {memory}"),
-        ("a step, predicted", f"{format_seconds(forecast.seconds)} for {forecast.images:,} images"),
+        ("predicted", f"{rate} ({format_seconds(forecast.seconds)} for {forecast.images:,} images), {memory}"),
     ]
     if point.measured_image_s is not None and point.measured_bytes is not None:
         speed = point.image_s / point.measured_image_s

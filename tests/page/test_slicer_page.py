@@ -89,13 +89,19 @@ def test_beside_the_picture_no_pixel_is_framed(page):
 
 def test_the_status_line_follows_the_layer_and_says_what_receptive_fields_wait_for(page):
     status, title = page.locator(".mpi4dl-status"), page.locator(".mpi4dl-title")
+
+    def expect_resting() -> str:
+        (layer,) = re.findall(r"layer \S+", title.inner_text())
+        expect(status).to_have_text(f"Pixels of {layer}: point at one, or go to one with the arrow keys.")
+        return layer
+
     move_pointer(page, 0.25, 0.25)
     expect(status).to_contain_text("owner: tile 0, rank 0")
     page.mouse.move(0, 0)
-    expect(status).to_have_text(title.inner_text())
+    layer = expect_resting()
     page.get_by_role("slider", name="layer").focus()
     page.keyboard.press("PageUp")
-    expect(status).to_have_text(title.inner_text())
+    assert expect_resting() != layer
     page.get_by_role("button", name="receptive fields").click()
     expect(status).to_contain_text("Receptive fields wait for a pixel: point at one, or go to one with the arrow keys.")
     send_keys(page, "ArrowLeft")

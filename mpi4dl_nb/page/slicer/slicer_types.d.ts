@@ -3,6 +3,7 @@
 /** A layer. Without a model it has no `operator`. */
 interface LayerFacts {
   title: string;
+  name: string;
   operator: string;
   stage: number;
   grid: Pair; // rows and columns of tiles

@@ -20,8 +20,8 @@ export const SLICER_KEYS = [
 /** Return the line about a layer while no pixel is pointed at, with what receptive fields wait for if they are on.
  * @type {(facts: LayerFacts, fields: boolean) => string} */
 export function describeLayer(facts, fields) {
-  if (!fields) return facts.title;
-  return `${facts.title}. ${facts.operator && facts.out_rows ? FIELDS_WAIT : NO_FIELDS}`;
+  if (!fields) return `Pixels of ${facts.name}: point at one, or go to one with the arrow keys.`;
+  return facts.operator && facts.out_rows ? FIELDS_WAIT : NO_FIELDS;
 }
 
 /** Return the lines about a tile at a layer; `remarks` are those on the tiles of each stage.
