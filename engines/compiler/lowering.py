@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import mpi4dl_nb.engines.compiler.entries  # noqa: F401  (fills the operator table)
 from mpi4dl_nb.engines.compiler.builder import Builder
-from mpi4dl_nb.engines.compiler.operator_table import lower, lower_whole
+from mpi4dl_nb.engines.compiler.crossings import Crossings, cut_value, find_batch_axis, find_crossings
+from mpi4dl_nb.engines.compiler.operator_table import lower
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
 from mpi4dl_nb.engines.compiler.value_layout import Memo, ValueLayout
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.places import to_places
-from mpi4dl_nb.engines.geometry.tiles import Axes, Span, Tile
+from mpi4dl_nb.engines.geometry.tiles import Span
 from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
-from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
+from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
 from mpi4dl_nb.engines.program.instructions import ModelInstruction
@@ -37,36 +38,16 @@ transports allow no tags above 2 ** 23.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _CrossStageValue:
-    """A value made in one stage and read in a later one.
-
-    `travels` is false if the ranks of `target` already have the value from an earlier stage of theirs.
-    """
-
-    value: str
-    source: int
-    target: int
-    tag: int
-    travels: bool
-
-
 def add_inputs(builder: Builder, gradient: bool = False) -> None:
     """Add the inputs of the graph to a stage's values: by images if ranks share them, else as tiles where they fit."""
     for name, spec in builder.graph.inputs.items():
         axes = builder.image_axes
         if builder.stage.shares > 1:
-            axes = _find_batch_axis(spec, builder.stage.shares)
+            axes = find_batch_axis(spec, builder.stage.shares)
         elif name != "images" and not (len(spec.shape) > len(axes) and builder.can_tile(builder.get_image_px(spec))):
             axes = ()
         builder.values[name] = ValueLayout(name, spec, to_places(axes), gradient and spec.is_floating)
         builder.hold_extended(name)
-
-
-def _find_batch_axis(spec: TensorSpec, divisor: int) -> Axes:
-    """Return the first axis of a value if its size is a multiple of `divisor`, as that of images is, else ()."""
-    # Any axis may be divided, and rules see to what follows: an axis that is none of images costs time or is refused.
-    return (-len(spec.shape),) if spec.shape and spec.shape[0] % divisor == 0 else ()
 
 
 class Lowering:
@@ -87,14 +68,14 @@ class Lowering:
         self.reads = [{name for node in self._get_nodes(span) for name in node.reads} for span in self.spans]
         if graph.whole:
             self.reads[-1] |= graph.whole.reads  # the last stage counts what the loss divides by
-        self.crossings = tuple(self._find_crossings())
-        blocks, directions = 1 + 2 * len(self.spans), self.layout.directions
-        if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
+        found = tuple(find_crossings(graph, self.layout, self.stage_of))
+        self.crossings = Crossings(found, self.layout, graph.inputs["images"].shape[0])
+        blocks = 1 + 2 * len(self.spans)
+        if self.crossings.end_tag > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
             raise PlanError(
-                f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "
+                f"split_size={len(self.spans)} with {len(found)} values read in later stages needs more tags "
                 "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
             )
-        self.crossing_values: dict[str, ValueLayout] = {}
         self._builders: dict[Role, Builder] = {}
         self._commons: dict[Role, Memo] = defaultdict(Memo)
         self._wides: dict[Role, ExtendedTiles] = {}
@@ -103,7 +84,7 @@ class Lowering:
             builder = self.get_builder(Role(stage, 0))
             # In stage order: a stage can be lowered only once the layouts of all values that it receives are recorded.
             names = {node.name for node in self._get_nodes(self.spans[stage])}
-            self.crossing_values.update({name: builder.values[name] for name in names & builder.values.keys()})
+            self.crossings.values.update({name: builder.values[name] for name in names & builder.values.keys()})
         # A stage must not read a buffer that another stage writes at its update.
         for stage in range(len(self.spans)):
             builder = self.get_builder(Role(stage, 0))
@@ -120,11 +101,7 @@ class Lowering:
         if role not in self._builders:
             builder = self._lower_stage(role, self._get_extended_tiles(role), self.plan.overlap_halos)
             builder.end_nodes()
-            for crossing in self.crossings:
-                if crossing.source == role.stage:
-                    cropped = builder.crop_to_own(Ref(crossing.value))
-                    builder.split_axes(cropped)
-                    self._add_transfer(builder, role, crossing, builder.get_value(cropped))
+            self.crossings.send(builder, role)
             self._builders[role] = builder
         return self._builders[role]
 
@@ -135,7 +112,7 @@ class Lowering:
 
     def build_forward(self, role: Role, lasting: Iterable[str]) -> tuple[ModelInstruction, ...]:
         """Return the forward instructions of a rank's stage; `lasting` values live to the end of the step."""
-        kept = {crossing.value for crossing in self.crossings if role.stage in (crossing.source, crossing.target)}
+        kept = {crossing.value for crossing in self.crossings.found if role.stage in (crossing.source, crossing.target)}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
         items = self.get_builder(role).finish(kept.union(lasting))
         return tuple(replace(item, name=f"{prefix}{item.name}") for item in items)
@@ -163,11 +140,12 @@ class Lowering:
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
         value = builder.values[name]
-        split = value.split()
-        shape = None if split is value else split.spec.shape
+        pixels = value.separate()[0]
+        split, lead = pixels.split(), (value.places[0].dim, value.lead) if value.lead else None
+        shape = None if split is pixels else split.spec.shape
         if self.tile_by_tile and split.places:
-            return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], split.axes, shape)
-        return ShardSpec(_cut_value(builder.stage, split.spec, split.axes)[builder.rank], split.axes, shape)
+            return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], split.axes, shape, lead)
+        return ShardSpec(cut_value(builder.stage, split.spec, split.axes)[builder.rank], split.axes, shape, lead)
 
     def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the names that any of the stages read."""
@@ -227,28 +205,8 @@ class Lowering:
         after = [False, *weighted[:-1]]
         return {n.name for n, here, before in zip(nodes, weighted, after, strict=True) if here or before}
 
-    @cached_property
-    def _leaving(self) -> frozenset[str]:
-        """The values that other stages read, or the caller."""
-        return frozenset(crossing.value for crossing in self.crossings) | {self.graph.prediction}
-
     def _get_nodes(self, span: Span) -> Sequence[Node]:
         return self.graph.nodes[span.start : span.stop]
-
-    def _find_crossings(self) -> Iterable[_CrossStageValue]:
-        pairs = dict.fromkeys(
-            (name, self.stage_of[name], self.stage_of[node.name])
-            for node in self.graph.nodes
-            for name in node.reads
-            if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
-        )
-        # `has` records which ranks have a value already, as its makers or from an earlier transfer: it is sent to them
-        # once.
-        has = {(name, self.layout.stages[source].ranks) for name, source, _ in pairs}
-        for index, (name, source, target) in enumerate(pairs):
-            ranks = self.layout.stages[target].ranks
-            yield _CrossStageValue(name, source, target, 2 + 2 * index, travels=(name, ranks) not in has)
-            has.add((name, ranks))
 
     def _get_stage_ranks(self, role: Role, stage: int) -> StageRanks:
         """Return the ranks of a stage in the replica and direction of `role`."""
@@ -270,82 +228,13 @@ class Lowering:
             memo=self._commons[replace(role, tile=0)],
         )
         add_inputs(builder, self.input_gradient)
-        for crossing in self.crossings:
-            if crossing.target == role.stage:
-                value = self.crossing_values[crossing.value]
-                arrives, split = self._add_transfer(builder, role, crossing, value), value.split()
-                if (axes := self._find_arriving_axes(role, crossing, split)) != split.axes:
-                    split = replace(split, places=to_places(axes))
-                    value = replace(value, places=to_places((-len(value.spec.shape),) if axes else ()))
-                builder.values[value.name] = value
-                if arrives and split.name != value.name:
-                    builder.values[split.name] = split
-                    builder.merge_axes(Ref(split.name), value)
+        self.crossings.receive(builder, role)
         span = self.spans[role.stage]
         for node in self._get_nodes(span):
             if node.name in self._segment_starts:
                 builder.flush()
             try:
                 lower(builder, node)
-                if node.name in self._leaving and node.spec and builder.values[node.name].lead:
-                    lower_whole(builder, node)
             except PlanError as error:
                 raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
         return builder
-
-    def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> bool:
-        """Add the joint of two stages: the transfer of one value from the tiles of one to those of the other.
-
-        It travels in its split form. Returns whether this rank receives any of it.
-        """
-        if not crossing.travels:
-            return False
-        # Both stages compute the same moves from their tiles, without a word between them. For example, from 4 vertical
-        # tiles to 2 horizontal ones each source rank sends 2 messages:
-        #
-        #   | 0 | 1 | 2 | 3 |        |   4   |        4 receives the upper half of each of 0 to 3,
-        #   |   |   |   |   |  --->  |-------|
-        #   |   |   |   |   |        |   5   |        5 the lower half
-        whole = value.split()
-        # The axes are those along which either stage divides the value.
-        ends = (crossing.source, whole.axes), (crossing.target, self._find_arriving_axes(role, crossing, whole))
-        whole = replace(whole, places=to_places(dict.fromkeys((*ends[1][1], *ends[0][1]))))
-        owned, wanted = (
-            {
-                rank: _extend_to_axes(tile, axes, whole)
-                for rank, tile in _cut_value(self._get_stage_ranks(role, stage), whole.spec, axes).items()
-            }
-            for stage, axes in ends
-        )
-        # A rank of both stages whose tile does not change receives nothing.
-        wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
-        if len(set(owned.values())) == 1:
-            owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
-        name = f"{value.name}.stage{crossing.source}to{crossing.target}"
-        # All micro-batches use this tag: their messages match in the order in which both ranks post them.
-        tag = crossing.tag + 2 * role.direction * len(self.crossings)
-        builder.transfer(whole, "stage", name, whole.name, tag, owned, wanted)
-        return builder.rank in wanted
-
-    def _find_arriving_axes(self, role: Role, crossing: _CrossStageValue, split: ValueLayout) -> Axes:
-        """Return the axes along which the target of a value divides it: those of the source, or that of the images.
-
-        `split` is the value in its split form, as the source divides it.
-        """
-        source, target = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
-        if target.shares == 1 or (source.shares > 1 and split.axes):
-            return split.axes
-        axes = _find_batch_axis(split.spec, self.graph.inputs["images"].shape[0])
-        return axes if set(axes).isdisjoint(split.axes) else ()
-
-
-def _cut_value(stage: StageRanks, spec: TensorSpec, axes: Axes) -> dict[int, Tile]:
-    """Return the tile that each rank of a stage has of a value that the stage divides along `axes`."""
-    tiles = stage.parts.cut(*spec.get_sizes(axes)) if axes else [Tile()] * len(stage.ranks)
-    return dict(zip(stage.ranks, tiles, strict=True))
-
-
-def _extend_to_axes(tile: Tile, axes: Axes, value: ValueLayout) -> Tile:
-    """Return a tile, given along `axes`, along those of `value`."""
-    spans = dict(zip(axes, tile, strict=True))
-    return Tile(*(spans.get(axis, Span(0, value.spec.shape[axis])) for axis in value.axes))

@@ -24,7 +24,6 @@ from mpi4dl_nb.engines.compiler.local_rules import (
     check_deterministic,
     cut_to_tile,
     is_pointwise,
-    is_too_large,
     make_gather_error,
     make_shared_images_error,
     make_unsupported_error,
@@ -144,20 +143,6 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
     _lower(b, replace(node, name=whole, arguments=arguments))
     part = cut_to_tile(b, node, Ref(whole), ValueLayout(node.name, node.result, places, differentiable=True))
     b.add_local_op(node.name, "aten.alias.default", part, like=node.result, axes=places)
-
-
-def lower_whole(b: Builder, node: Node) -> None:
-    """Lower the current node once more, so that every rank holds its whole result: pixels, and what is beside them.
-
-    Raises NeedsGatherError if there are too many pixels.
-    """
-    b.undo_node()
-    own = Ref(f"{node.name}.own")
-    _lower(b, replace(node, name=own.name))
-    if is_too_large(b, own):
-        beside = f"has {b.get_value(own).lead} positions beside its pixels, such as class tokens, and leaves its stage"
-        raise make_gather_error(node, beside)
-    b.add_local_op(node.name, "aten.alias.default", b.all_gather(own), like=node.result)
 
 
 def _lower(b: Builder, node: Node) -> None:

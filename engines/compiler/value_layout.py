@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.geometry.places import Places, compute_local_shape, count_lead, get_sizes, split_shape, to_places
+from mpi4dl_nb.engines.geometry.places import (
+    Places,
+    compute_local_shape,
+    count_lead,
+    drop_lead,
+    get_sizes,
+    split_shape,
+    to_places,
+)
 from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
 from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, ValueCost
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
@@ -79,6 +87,17 @@ class ValueLayout:
         """The number of positions beside the pixels, such as class tokens, which the first rank holds."""
         return count_lead(self.places)
 
+    def separate(self) -> tuple[ValueLayout, ...]:
+        """Return the layouts of the pixels alone, and of what lies beside them; the value's own if nothing does."""
+        if not self.lead:
+            return (self,)
+        shape, places = drop_lead(self.spec.shape, self.places)
+        beside = self.spec.resize(self.places[0].dim, self.lead)
+        return (
+            replace(self, name=f"{self.name}.pixels", spec=replace(self.spec, shape=shape), places=places),
+            replace(self, name=f"{self.name}.beside", spec=beside, places=()),
+        )
+
     @property
     def size_px(self) -> tuple[int, ...]:
         """The sizes of the whole value along its sharded axes."""
@@ -130,6 +149,11 @@ class ValueLayouts:
     def rank(self) -> int:
         """The rank whose program is built."""
         return self.stage.ranks[self.tile]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first rank of its stage, with the first tile."""
+        return self.tile == 0
 
     @property
     def image_axes(self) -> Axes:
@@ -188,6 +212,10 @@ class ValueLayouts:
     def hold_like(self, out: Ref, ref: Ref) -> None:
         """Record that each rank holds the same pixels of `out` as of `ref`."""
         self._held[out.name] = self.get_held_tiles(ref)
+
+    def hold_own(self, name: str) -> None:
+        """Record that this rank holds its own tile of a value, also if its group reads more (fused halos)."""
+        self._held.pop(name, None)
 
     def hold(self, value: ValueLayout, tile: Tile) -> Ref:
         """Add a value of which this rank holds the pixels of `tile`."""

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from mpi4dl_nb.engines.comm.all_reduce_sizes import count_sends
 from mpi4dl_nb.engines.formatting import FactTable, format_bytes
+from mpi4dl_nb.engines.geometry.places import is_first
 from mpi4dl_nb.engines.geometry.tiles import Axes, Tile
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, Kind, Phase, Reduction, select_kind
 from mpi4dl_nb.engines.program.instructions import Compute, ModelInstruction
@@ -33,14 +34,22 @@ class ShardSpec:
     """A rank's part of a micro-batch's input or prediction: `tile` of it, along `axes`; without axes, all of it.
 
     `split_shape` is the one in which these axes are dimensions, if the value's own shape merges them with others.
+    `lead` is a dimension, with how many of its first positions are no pixels: the first tile has them, too.
     """
 
     tile: Tile
     axes: Axes
     split_shape: tuple[int, ...] | None = None
+    lead: tuple[int, int] | None = None
 
     def fill(self, whole: Any, part: Any) -> None:
         """Write a rank's part into the tensor of the whole micro-batch, in place."""
+        if self.lead:
+            dim, count = self.lead
+            if is_first(self.tile):
+                whole.narrow(dim, 0, count).copy_(part.narrow(dim, 0, count))
+                part = part.narrow(dim, count, part.shape[dim] - count)
+            whole = whole.narrow(dim, count, whole.shape[dim] - count)
         target = self.cut(whole if self.split_shape is None else whole.view(self.split_shape))
         target.copy_(part.reshape(target.shape))
 

@@ -310,20 +310,10 @@ class ClassTokens(nn.Module):
 @pytest.mark.parametrize("name", PLANS)
 def test_class_tokens_train_in_every_kind_of_plan(name: str):
     torch.manual_seed(1)
-    # Between stages, pixels and class tokens travel as a whole: as many as each rank may hold.
     model, plan, loss = ClassTokens(), replace(PLANS[name], precision="float64"), nn.CrossEntropyLoss()
-    with pytest.MonkeyPatch.context() as patch:
-        if plan.split_size > 1:
-            patch.setattr(local_rules, "WHOLE_PX", 48)
-        recipe = prepare(model, plan, (4, 3, 8, 6), loss)
-        results = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))
+    recipe = prepare(model, plan, (4, 3, 8, 6), loss)
+    results = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))
     assert [told for told in results if not told["ok"]] == []
-
-
-def test_class_tokens_that_leave_a_stage_of_many_pixels_are_refused():
-    plan = replace(PLANS["a pipeline of tiles and one rank"], balance=(3, 4))
-    with pytest.raises(TraceError, match="3 positions beside its pixels, such as class tokens, and leaves its stage"):
-        prepare(ClassTokens(), plan, (4, 3, 8, 6), nn.CrossEntropyLoss()).check_programs()
 
 
 @pytest.mark.parametrize("name", PLANS)

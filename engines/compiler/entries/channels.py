@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.class_tokens import add_lead, take_lead
 from mpi4dl_nb.engines.compiler.entries.sampling import lower_resample, make_copy_taps, move_pixels
 from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
@@ -113,14 +114,14 @@ def _put_before_pixels(b: Builder, node: Node) -> bool:
     *before, pixels = node.arguments["tensors"]
     value = b.get_value(pixels)
     dim = node.arguments["dim"] % len(node.result.shape) - len(node.result.shape)
-    is_merged = not value.is_split and not value.lead and {place.dim for place in value.places} == {dim}
-    if not before or not is_merged or any(map(b.is_tiled, before)):
+    is_joined = b.stage.shares == 1 and not value.lead and {place.dim for place in value.places} == {dim}
+    if not before or not is_joined or any(map(b.is_tiled, before)):
         return False
     lead, spec = before[0], get_spec(b, before[0].name)
     if len(before) > 1:
         spec = spec.resize(dim, sum(get_spec(b, ref.name).shape[dim] for ref in before))
         lead = b.add_local_op(f"{node.name}.tokens", "aten.cat.default", before, dim, like=spec)
-    b.add_lead(node.name, lead, pixels, node.result)
+    add_lead(b, node.name, lead, b.crop_to_own(pixels), node.result)
     return True
 
 
@@ -212,7 +213,7 @@ def select(b: Builder, node: Node) -> None:
         return
     index = node.arguments["index"] % shape[dim]
     if index < b.get_value(source).lead:
-        lead = b.take_lead(b.crop_to_own(source))
+        lead = take_lead(b, b.crop_to_own(source))
         b.add_local_op(node.name, "aten.select.int", lead, signed_dim, index, like=node.result)
         return
     line = all_gather_lines(b, node, source, dim, Span(index, index + 1))

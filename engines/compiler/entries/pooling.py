@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch.nn import functional
 
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.entries.convolution import count_whole_axes, fold_padding, list_for_axes, to_axes
-from mpi4dl_nb.engines.compiler.entries.reduction import reduce_mean
+from mpi4dl_nb.engines.compiler.entries.reduction import reduce_mean, reduce_sum
+from mpi4dl_nb.engines.compiler.entries.sampling import reshape
 from mpi4dl_nb.engines.compiler.local_rules import apply_locally, make_gather_error
 from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
@@ -60,7 +62,28 @@ def pool_maximum(b: Builder, node: Node) -> None:
     apply_locally(b, node, b.image_axes, self=x, padding=padding, ceil_mode=False)
 
 
-@register_rule(*list_for_axes("avg_pool{}d.default"), images=("self",))
+@register_rule("aten.avg_pool1d.default", tiled=("self",))
+def pool_average_of_lines(b: Builder, node: Node) -> None:
+    """Average windows of a signal; or of tokens, runs of so many: a view, and a mean over its last axis."""
+    a, value = node.arguments, b.get_value(node.arguments["self"])
+    if value.is_split and value.axes == b.image_axes:
+        pool_average(b, node)
+        return
+    (length,) = to_axes(a["kernel_size"], 1)
+    (stride,), (padding,) = to_axes(a["stride"] or length, 1), to_axes(a["padding"], 1)
+    *others, count = value.spec.shape
+    if stride != length or padding or count % length:
+        raise make_gather_error(
+            node, f"averages windows of {count} tokens that are no {length} each, one after another"
+        )
+    runs = replace(node.result, shape=(*others, count // length, length))
+    view = replace(node, operator="aten.view.default", name=f"{node.name}.runs", spec=runs)
+    reshape(b, replace(view, arguments={"self": a["self"], "size": runs.shape}))
+    mean = {"self": Ref(view.name), "dim": [-1], "keepdim": False, "dtype": None}
+    reduce_sum(b, replace(node, operator="aten.mean.dim", arguments=mean))
+
+
+@register_rule("aten.avg_pool2d.default", "aten.avg_pool3d.default", images=("self",))
 def pool_average(b: Builder, node: Node) -> None:
     """Divide the sum over each window by the pixels that count: those of the image, or of the padded image."""
     a, count = node.arguments, count_kernel_axes(node)

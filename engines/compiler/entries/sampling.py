@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpi4dl_nb.engines.compiler.builder import Builder
+from mpi4dl_nb.engines.compiler.class_tokens import drop_lead, take_lead
 from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
     all_gather_lines,
@@ -313,11 +314,11 @@ def crop(b: Builder, node: Node) -> None:
         return
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
     if value.lead and stop <= value.lead:
-        lead = b.take_lead(b.crop_to_own(a["self"]))
+        lead = take_lead(b, b.crop_to_own(a["self"]))
         b.add_local_op(node.name, "aten.slice.Tensor", lead, a["dim"], start, stop, step, like=node.result)
         return
     if value.lead and (start, stop, step) == (value.lead, value.spec.shape[axis], 1):
-        pixels = b.drop_lead(b.crop_to_own(a["self"]))
+        pixels = drop_lead(b, b.crop_to_own(a["self"]))
         b.add_local_op(node.name, "aten.alias.default", pixels, like=node.result, axes=b.get_value(pixels).places)
         return
     dims = get_sharded_axes(b, a["self"])
