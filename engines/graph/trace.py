@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,6 +44,7 @@ from mpi4dl_nb.engines.graph.watch_forward import (
     silence_exporter,
     watch_forward,
 )
+from mpi4dl_nb.engines.graph.working_sizes import suggest_sizes
 from mpi4dl_nb.engines.plan import HALF
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
@@ -239,50 +239,6 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         return replace(graph, recomputed=find_recomputed_buffers(graph, collect_buffers(*copies), forward))
 
 
-_MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images
-_SEARCH_S = 3.0
-
-
-def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
-    """Return a sentence with the largest size below its own at which a model runs, if it does not run at its own.
-
-    A run of a large model takes seconds: if the model cannot run at the most likely size, it is run just once.
-    """
-    if len(images.shape) < 3 or not isinstance(model, nn.Module):
-        return ""
-    if len(images.shape) == 3 and _can_run(model, replace(images, shape=(1, *images.shape))):
-        return f" It does run on {(1, *images.shape)}: one image is a batch of one."
-    outer, whole = images.shape[:2], images.shape[2:]
-
-    def runs(size: tuple[int, ...]) -> bool:
-        return _can_run(model, replace(images, shape=(*outer, *size)))
-
-    # From the largest size to the smallest. A model that runs on multiples of 8 runs on those of 16, too.
-    sizes = {tuple(side - side % multiple for side in whole): multiple for multiple in reversed(_MULTIPLES)}
-    known = sorted(size for size in sizes if all(size) and size != whole)[::-1]
-    if not known or not runs(known[-1]) or runs(whole):
-        return ""
-    low, high, end_s = 0, len(known) - 1, time.perf_counter() + _SEARCH_S
-    while low < high and time.perf_counter() < end_s:
-        middle = (low + high) // 2
-        low, high = (low, middle) if runs(known[middle]) else (middle + 1, high)
-    size = known[high]
-    return (
-        f" It does run on {' x '.join(map(str, size))} px (multiples of {sizes[size]}): crop the images to that"
-        f"{', a picture with crop_picture' * (len(whole) == 2)}."
-    )
-
-
-def _can_run(model: nn.Module, images: TensorSpec) -> bool:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with ONE_AT_A_TIME, restore_outside_state(model), silence_exporter(), mode, torch.no_grad():
-            make_fake_copy(model, mode, images.dtype)(make_fake_tensor(mode, images))
-    except Exception:  # a model may raise anything
-        return False
-    return True
-
-
 def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """Return the spec of the (first) tensor that the model returns for such images, without running it on real ones.
 
@@ -332,7 +288,7 @@ def _translate_errors(
             f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
             f"{type(cause).__name__}: {_get_first_line(cause)}. Check that it runs on images of this shape, the loss "
             "too, and that its forward takes no decision from the values of a tensor; tensors that either keeps must "
-            f"be parameters or buffers.{_suggest_size(model, images)}"
+            f"be parameters or buffers.{suggest_sizes(model, images)}"
         ) from cause
 
 

@@ -265,7 +265,10 @@ def test_stages_with_other_axes_are_refused():
 
 
 def test_a_size_that_a_network_refuses_is_named_with_the_next_that_it_takes():
-    with pytest.raises(TraceError, match=r"does run on 4 x 16 x 16 px \(multiples of 4\): crop the images to that\."):
+    told = (
+        r"does run on 4 x 16 x 16 px and on 8 x 16 x 16 px \(planes in multiples of 4\): crop or pad"
+    )
+    with pytest.raises(TraceError, match=told):
         prepare(UNet3d(width=4), Plan(split_size=1, slice_method="2x1x1"), (1, 1, 6, 16, 16))
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from mpi4dl_nb import Cluster, Plan, Training, forecast
 from mpi4dl_nb.engines.compiler.trace_cache import TraceCache
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.graph import trace as traces
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.graph.outside_state import OutsideState, holds_tensor
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
 from mpi4dl_nb.engines.graph.traceability import check_side_effects
+from mpi4dl_nb.engines.graph.working_sizes import can_run
 from tests.graph import keeping
 
 SHAPE = 2, 3, 8, 12
@@ -196,8 +196,8 @@ def test_each_trace_by_itself_leaves_nothing():
     check_side_effects(model, TensorSpec(SHAPE, "float32"))
     check_unchanged(model)
     keep_in_cache.cache_clear()
-    assert not traces._can_run(model, TensorSpec((2, 5, 8, 12), "float32"))
-    assert traces._can_run(model, TensorSpec(SHAPE, "float32"))
+    assert not can_run(model, TensorSpec((2, 5, 8, 12), "float32"))
+    assert can_run(model, TensorSpec(SHAPE, "float32"))
     check_unchanged(model)
 
 

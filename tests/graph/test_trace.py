@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl_nb.engines.errors import TraceError
-from mpi4dl_nb.engines.graph import trace as traces
+from mpi4dl_nb.engines.graph import working_sizes
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from mpi4dl_nb.engines.graph.trace import infer_output_spec, trace, trace_inference
 from mpi4dl_nb.engines.models import resnet_v1
@@ -432,7 +432,7 @@ class Halving(nn.Module):
 
 
 def test_the_error_of_a_model_that_needs_another_size_suggests_one(capfd):
-    with pytest.raises(TraceError, match=r"It does run on 40 x 32 px \(multiples of 4\): crop"):
+    with pytest.raises(TraceError, match=r"It does run on 40 x 32 px and on 44 x 36 px \(multiples of 4\): crop"):
         trace_inference(Halving(), TensorSpec((1, 2, 43, 33), "float32"))
     with pytest.raises(TraceError) as refused:
         trace_with_sum(nn.Conv2d(3, 1, 1))
@@ -468,25 +468,51 @@ def test_the_size_of_every_type_is_that_of_torch(name: str):
 
 @pytest.mark.parametrize(
     ("shape", "size", "most"),
-    [((1, 3, 42, 33), (40, 32), 5), ((1, 3, 1023, 1021), (1020, 1020), 5), ((1, 5, 1023, 1021), None, 1)],
-    ids=["a small image", "a large image", "no size at all"],
+    [
+        ((1, 3, 42, 33), "40 x 32 px and on 44 x 36", 13),
+        ((1, 3, 1023, 1021), "1020 x 1020 px and on 1024 x 1024", 13),
+        ((1, 3, 1024, 1021), "1024 x 1020 px and on 1024 x 1024", 13),
+        ((1, 5, 1023, 1021), None, 2),
+    ],
+    ids=["a small image", "a large image", "one side alone", "no size at all"],
 )
 def test_a_size_is_sought_in_few_runs(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: tuple[int, int] | None, most: int
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: str | None, most: int
 ):
-    """A run of a large model takes seconds: a model that runs at no size is run once more, not at six sizes."""
+    """A run of a large model takes seconds: a model that runs at no size is run twice more, not at every size."""
     model = nn.Sequential(nn.Conv2d(3, 3, 1), Halving())
     runs: list[tuple[int, ...]] = []
-    run = traces._can_run
-    monkeypatch.setattr(traces, "_can_run", lambda model, images: runs.append(images.shape) or run(model, images))
-    told = re.escape(f"It does run on {size[0]} x {size[1]} px") if size else "parameters or buffers.$"
+    run = working_sizes.can_run
+    monkeypatch.setattr(working_sizes, "can_run", lambda model, images: runs.append(images.shape) or run(model, images))
+    told = re.escape(f"It does run on {size} px") if size else "parameters or buffers.$"
     with pytest.raises(TraceError, match=told):
         infer_output_spec(model, TensorSpec(shape, "float32"))
     assert len(runs) <= most
 
 
+class Windows(nn.Module):
+    """Cuts rows into windows of 7 and columns into windows of 12 pixels, and takes any number of planes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, 12)).unflatten(-3, (-1, 7)).mean((-3, -1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((40, 33), r"35 x 24 px and on 42 x 36 px (rows in multiples of 7, columns of 12)"),
+        ((9, 42, 33), r"9 x 42 x 24 px and on 9 x 42 x 36 px (columns in multiples of 12)"),
+        ((5, 36), r"7 x 36 px (rows in multiples of 7): give images of that size"),
+    ],
+    ids=str,
+)
+def test_sides_of_windows_are_found_for_each_axis(shape: tuple[int, ...], told: str):
+    with pytest.raises(TraceError, match=re.escape(f"It does run on {told}")):
+        infer_output_spec(Windows(), TensorSpec((1, 3, *shape), "float32"))
+
+
 def test_the_search_for_a_size_ends_in_time(monkeypatch: pytest.MonkeyPatch):
     """Where the runs take long, any size that is known to run is told."""
-    monkeypatch.setattr(traces, "_SEARCH_S", 0.0)
-    with pytest.raises(TraceError, match=r"It does run on 960 x 960 px \(multiples of 64\)"):
+    monkeypatch.setattr(working_sizes, "_SEARCH_S", 0.0)
+    with pytest.raises(TraceError, match=r"It does run on 960 x 960 px and on 1024 x 1024 px \(multiples of 64\)"):
         infer_output_spec(Halving(), TensorSpec((1, 3, 1023, 1021), "float32"))
