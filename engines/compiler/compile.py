@@ -77,9 +77,9 @@ class Compiler:
     """
 
     def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, overlap: bool = True) -> None:
-        self.graph, self.plan, self.overlap = graph, plan, overlap
+        self.graph, self.overlap = graph, overlap
         self.lowering = Lowering(graph, plan, input_gradient)
-        self.layout = self.lowering.layout
+        self.plan, self.layout = self.lowering.plan, self.lowering.layout
 
     @cached_property
     def _ranks_by_weight(self) -> dict[str, tuple[int, ...]]:

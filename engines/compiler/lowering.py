@@ -60,6 +60,7 @@ class Lowering:
     """
 
     def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, tile_by_tile: bool = False) -> None:
+        plan = plan.fit(graph.inputs["images"].shape[2:])
         self.graph, self.plan, self.layout = graph, plan, Layout.of(plan)
         self.input_gradient, self.tile_by_tile = input_gradient, tile_by_tile
         self.layers = find_layers(graph)

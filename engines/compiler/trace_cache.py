@@ -193,7 +193,7 @@ class TraceCache:
         return make_traceable(self.model)
 
     def _get_image_spec(self, plan: Plan) -> TensorSpec:
-        check_grid(plan, self.image_shape[2:])
+        check_grid(plan.fit(self.image_shape[2:]), self.image_shape[2:])
         return get_micro_batch_spec("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
 
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:

@@ -231,7 +231,7 @@ class Grid(tuple[int, ...]):
         >>> Grid(1, 2).cut(4, 5)[1].cols
         Span(start=2, stop=5)
         """
-        self._check(sizes)
+        self.check(sizes)
         return tuple(Tile(*spans) for spans in itertools.product(*map(split_axis, sizes, self)))
 
     def get_tile(self, number: int, *sizes: int) -> Tile:
@@ -240,25 +240,31 @@ class Grid(tuple[int, ...]):
         >>> Grid(1, 2).get_tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
         True
         """
-        self._check(sizes)
+        self.check(sizes)
         spans = []
         for size, parts in zip(reversed(sizes), reversed(self), strict=True):
             number, at = divmod(number, parts)
             spans.append(Span(size * at // parts, size * (at + 1) // parts))
         return Tile(*reversed(spans))
 
-    def _check(self, sizes: tuple[int, ...]) -> None:
+    def check(self, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
+        """Raise PlanError if a tile of a value would be empty, of which each position is a window of so many pixels.
+
+        `lengths` are those of the windows along each axis, by default 1.
+        """
         if len(sizes) != len(self):
             raise PlanError(
                 f"{self} tiles are cut along {len(self)} axes, but the image has {len(sizes)}, of sizes "
                 f"{' x '.join(map(str, sizes))}. Use a slice_method with {len(sizes)} numbers."
             )
-        names = {-3: "planes of pixels", -2: "rows of pixels", -1: "columns of pixels"}
-        for axis, (size, parts) in enumerate(zip(sizes, self, strict=True), -len(self)):
+        names = ("planes", "rows", "columns")[-len(self) :] if 1 < len(self) <= 3 else ("positions",) * len(self)
+        for name, size, parts, length in zip(names, sizes, self, lengths or (1,) * len(self), strict=True):
             if size < parts:
-                name = names.get(axis, f"positions along axis {axis}")
+                things = (
+                    (name if len(self) == 1 else f"{name} of pixels") if length == 1 else f"windows of {length} {name}"
+                )
                 raise PlanError(
-                    f"{size} {name} cannot be cut into {parts} tiles. "
+                    f"{size} {things} cannot be cut into {parts} tiles. "
                     f"Use a slice_method with at most {size} along that axis, or a smaller spatial_size."
                 )
 
@@ -266,14 +272,18 @@ class Grid(tuple[int, ...]):
 def find_compact_grid(sizes: Sequence[int], tiles: int) -> Grid:
     """Return the grid of so many tiles whose cuts are smallest in all, and with it the halos of layers.
 
+    No axis is cut into more parts than it has positions, if there is such a grid.
+
     >>> find_compact_grid((64, 64, 16), 4), find_compact_grid((100,), 3)
     (Grid(2, 2, 1), Grid(3))
     """
     whole = math.prod(sizes)
-    return min(
-        _factor(tiles, len(sizes)),
-        key=lambda grid: sum((parts - 1) * whole // size for parts, size in zip(grid, sizes, strict=True)),
-    )
+
+    def rate(grid: Grid) -> tuple[bool, int]:
+        pairs = list(zip(grid, sizes, strict=True))
+        return any(parts > size for parts, size in pairs), sum((parts - 1) * whole // size for parts, size in pairs)
+
+    return min(_factor(tiles, len(sizes)), key=rate)
 
 
 def _factor(tiles: int, axes: int) -> list[Grid]:

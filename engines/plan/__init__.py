@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -67,10 +67,11 @@ class Plan:
     """A plan: what is computed on which rank. It is frozen, and checked when it is made.
 
     `split_size` stages, of which the first `spatial_size` are cut into `num_spatial_parts` tiles each by
-    `slice_method`: `square`, `vertical` (strips along the width), `horizontal`, or a grid such as `2x3` (rows x
-    columns). Volumes are cut by `depth` (slabs) or a grid such as `2x2x2` (planes x rows x columns), signals by a
-    number such as `4`. `num_spatial_parts` and `slice_method` take one value, or one per spatial stage.
-    `balance` is `auto` or the number of layers in each stage.
+    `slice_method`: `square` (of any other number, and of volumes, the grid with the smallest halos), `vertical`
+    (strips along the width), `horizontal`, or a grid such as `2x3` (rows x columns). Volumes are cut by `depth`
+    (slabs) or a grid such as `2x2x2` (planes x rows x columns), signals by a number such as `4`. `num_spatial_parts`
+    and `slice_method` take one value, or one per spatial stage. `balance` is `auto` or the number of layers in each
+    stage.
     `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: the cheapest number) instead of before each
     windowed operator; where tiles overlap, both ranks compute the overlap.
     `overlap_halos` computes the interior, which needs no halo, during the halo exchange, and the borders after it. It
@@ -227,6 +228,28 @@ class Plan:
             )
         return spatial + (Grid(*(1,) * axes.pop()),) * (self.split_size - self.spatial_size)
 
+    def fit(self, size_px: Sequence[int]) -> Plan:
+        """Return the plan for images of that size, with a grid for each number of tiles that `square` has to divide.
+
+        Images keep a square. Of any other number, and of signals and volumes, it is the grid with the smallest halos.
+
+        >>> Plan(num_spatial_parts=8).fit((64, 64, 16)).slice_method
+        '4x2x1'
+        >>> Plan(num_spatial_parts=4).fit((1024, 512)) == Plan(num_spatial_parts=4)
+        True
+        """
+
+        def find_method(method: str, grid: Grid) -> str:
+            is_square = len(size_px) == len(grid) and len(set(grid)) == 1
+            return method if method != "square" or is_square else str(find_compact_grid(size_px, grid.tiles))
+
+        methods = _expand_per_stage("slice_method", self.slice_method, self.spatial_size)
+        spatial = self.grids[: self.spatial_size] if size_px else ()
+        fitting = tuple(map(find_method, methods, spatial))
+        if not spatial or fitting == methods:
+            return self
+        return replace(self, slice_method=fitting[0] if len(set(fitting)) == 1 else fitting)
+
     @property
     def held_in(self) -> str:
         """The type of images, weights, gradients and buffers.
@@ -358,16 +381,9 @@ def make_grid(method: Any, tiles: int | None) -> Grid:
         remedy = "Choose square, vertical, horizontal, depth, or a grid as 2x3 or 2x2x2."
         known = ("square", *strips)
         raise PlanError(describe_unknown(f"slice_method={method!r} is unknown", method, known, remedy))
-    side = math.isqrt(count)
-    if side * side != count:
-        # Of all grids of as many tiles, the one whose sides are closest: 2x3 of 6, 1x5 of 5.
-        rows = max(divisor for divisor in range(1, side + 1) if count % divisor == 0)
-        raise PlanError(
-            f"num_spatial_parts={count} is no square number, which slice_method='square' needs. "
-            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{rows}x{count // rows}', or "
-            f"'{find_compact_grid((count,) * 3, count)}' of volumes."
-        )
-    return Grid(side, side)
+    # The sides are as close as the number allows: 2x2 of 4, 2x3 of 6, 1x5 of 5.
+    rows = max(divisor for divisor in range(1, math.isqrt(count) + 1) if count % divisor == 0)
+    return Grid(rows, count // rows)
 
 
 def _expand_per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:

@@ -192,6 +192,7 @@ class Task:
     def prepare(self, plan: Plan, graph: ModelGraph | None = None) -> Recipe:
         """Return the recipe of a training under a plan; `graph` is that of an earlier `TraceCache` for this plan."""
         model, loss, device, optimiser = self.traces.model, self.traces.loss, self.traces.device, self.optimiser
+        plan = plan.fit(self.traces.image_shape[2:])
         graph = graph or self.traces.get_graph(plan)
         clip_norm = self.clip_norm
         if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):

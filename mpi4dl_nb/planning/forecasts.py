@@ -38,7 +38,7 @@ def forecast(
     >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
     (5, 5, True)
     """
-    subject = Sizes.of(model, loss)
+    plan, subject = plan.fit(image_shape[2:]), Sizes.of(model, loss)
     states = count_optimiser_states(optimiser, subject.model, subject.loss)
     with show_status(f"Tracing {subject.name} for {plan.summary} ...", LATER_S) as line:
         graph = subject.graph(plan, image_shape)

@@ -75,6 +75,7 @@ class TrainingHandle:
             self.traces.get_graph(plan)
             line.update(f"Compiling {plan.summary} ...")
             self.recipe = self.task.prepare(plan)
+        self.plan = self.recipe.plan
         warn_of_differences(model, self.loss, self.recipe, stacklevel=2)
         self.name = uuid.uuid4().hex
         self.identity = self.name  # in checkpoints; `load` takes over that of the checkpoint
@@ -231,7 +232,7 @@ class TrainingHandle:
         ranks as are left. Raises PlanError, and CheckpointError before any rank has changed; only a training that was
         created again is then one without a step.
         """
-        plan = plan or self.plan
+        plan = (plan or self.plan).fit(self.traces.image_shape[2:])
         check_fits(plan, self.cluster.n)
         recipe = self.recipe if plan == self.plan else self.task.prepare(plan)
         checkpoint = open_checkpoint(make_absolute(path), recipe, self.identity)

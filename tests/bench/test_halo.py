@@ -91,7 +91,7 @@ REFUSED = {
     ("--image-size", "8x9", "--halo-len", 9): "A halo of 9 pixels is wider than the image of 8x9. Use --halo-len 8 or",
     ("--image-size", "3x64", "--slice-method", "horizontal"): "3 rows of pixels cannot be cut into 4 tiles",
     ("--num-spatial-parts", 9): "The plan needs 9 ranks .*, but there are 4",
-    ("--num-spatial-parts", 6): "num_spatial_parts=6 is no square number",
+    ("--num-spatial-parts", 6): "The plan needs 6 ranks .*, but there are 4",
     ("--slice-method", "diagonal"): "slice_method='diagonal' is unknown",
     ("--dtype", "float16"): "Argument --dtype/--precision: invalid choice: 'float16'",
     ("--halo-len", 0): "Argument --halo-len: '0' must be a whole number of at least 1.",

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl_nb import Cluster, Training, forecast
+from mpi4dl_nb.engines.compiler import local_rules
 from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid, find_compact_grid
 from mpi4dl_nb.engines.models import UNet3d
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.train.recipe import prepare
-from tests.compiler.drawn import check, seeds
+from tests.compiler.drawn import Calls, check, seeds
 from tests.exact import close, make_whole_numbers, with_whole_weights
 from tests.sampling import set_trials
 
@@ -250,7 +252,7 @@ def test_a_unet_of_volumes_with_dice(grid: Grid):
 
 @pytest.mark.parametrize(
     ("shape", "method", "fitting"),
-    [((1, 1, 8, 32, 32), "square", "1x2x2"), ((1, 1, 64), "2x3", "6"), ((1, 3, 64, 16), "2x2x1", "4x1")],
+    [((1, 1, 8, 32, 32), "2x2", "1x2x2"), ((1, 1, 64), "2x3", "6"), ((1, 3, 64, 16), "2x2x1", "4x1")],
 )
 def test_a_plan_for_other_axes_is_refused(shape: tuple[int, ...], method: str, fitting: str):
     with pytest.raises(
@@ -259,15 +261,72 @@ def test_a_plan_for_other_axes_is_refused(shape: tuple[int, ...], method: str, f
         prepare(nn.Identity(), Plan(split_size=1, slice_method=method), shape)
 
 
+@pytest.mark.parametrize(
+    ("tiles", "size_px", "fitting"),
+    [
+        (8, (64, 64, 64), "2x2x2"),
+        (8, (256, 32, 32), "8x1x1"),
+        (8, (3, 64, 128), "1x2x4"),
+        (4, (16, 24, 32), "1x2x2"),
+        (None, (64, 24, 24), "4x1x1"),
+        (6, (100,), "6"),
+        (6, (64, 32), "3x2"),
+        (8, (2, 2, 64), "1x1x8"),
+        (4, (16, 1024), "square"),
+        ((8, 4), (64, 64, 64), ("2x2x2", "1x2x2")),
+    ],
+    ids=str,
+)
+def test_a_number_alone_is_divided_so_that_halos_are_smallest(
+    tiles: int | tuple[int, ...] | None, size_px: tuple[int, ...], fitting: str | tuple[str, ...]
+):
+    stages = len(tiles) if isinstance(tiles, tuple) else 1
+    plan = Plan(split_size=stages, spatial_size=stages, num_spatial_parts=tiles)
+    assert plan.fit(size_px).slice_method == fitting
+    assert plan.fit(size_px).ranks == plan.ranks
+
+
+def test_a_number_alone_trains_volumes():
+    plan = Plan(split_size=1, num_spatial_parts=8, precision="float64")
+    model = UNet3d(width=4)
+    with Cluster(8, backend="loopback") as cluster:
+        training = Training(model, plan, cluster, (1, 1, 8, 12, 32))
+        assert str(training.plan.grids[0]) == "1x2x4"
+        assert training.verify()["ok"]
+    assert forecast(model, plan, (1, 1, 8, 12, 32), "DGX H100").plan == training.plan
+
+
+TOO_MANY = {
+    "planes": ((1, 1, 3, 8, 8), "4x1x1", "3 planes of pixels cannot be cut into 4 tiles. Use .* at most 3 along"),
+    "rows": ((1, 1, 8, 4, 8), "1x5x1", "4 rows of pixels cannot be cut into 5 tiles. Use .* at most 4 along"),
+    "columns": ((1, 1, 8, 8, 2), "1x1x3", "2 columns of pixels cannot be cut into 3 tiles. Use .* at most 2 along"),
+    "positions": ((1, 1, 5), "7", "5 positions cannot be cut into 7 tiles. Use .* at most 5 along"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_more_parts_than_positions_are_refused(name: str):
+    shape, grid, told = TOO_MANY[name]
+    with pytest.raises(PlanError, match=told):
+        prepare(Calls(lambda x: 2 * x), Plan(split_size=1, slice_method=grid), shape).check_programs()
+
+
+def test_windows_that_no_cut_respects_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local_rules, "WHOLE_PX", 16)
+    in_windows = Calls(lambda x: (2 * x.unflatten(2, (2, 8))).flatten(2, 3))
+    told = "2 windows of 8 rows cannot be cut into 4 tiles. Use a slice_method with at most 2 along that axis"
+    with pytest.raises(PlanError, match=f"aten.unflatten.*stage 0: {told}"):
+        prepare(in_windows, Plan(split_size=1, slice_method="4x1"), (1, 2, 16, 8)).check_programs()
+    prepare(in_windows, Plan(split_size=1, slice_method="2x1"), (1, 2, 16, 8)).check_programs()
+
+
 def test_stages_with_other_axes_are_refused():
     with pytest.raises(PlanError, match=r"cuts images along 2 and 3 axes\. Use grids with as many numbers"):
         Plan(split_size=2, spatial_size=2, slice_method=("2x2", "2x2x1"))
 
 
 def test_a_size_that_a_network_refuses_is_named_with_the_next_that_it_takes():
-    told = (
-        r"does run on 4 x 16 x 16 px and on 8 x 16 x 16 px \(planes in multiples of 4\): crop or pad"
-    )
+    told = r"does run on 4 x 16 x 16 px and on 8 x 16 x 16 px \(planes in multiples of 4\): crop or pad"
     with pytest.raises(TraceError, match=told):
         prepare(UNet3d(width=4), Plan(split_size=1, slice_method="2x1x1"), (1, 1, 6, 16, 16))
 
@@ -280,6 +339,6 @@ def test_an_image_without_its_batch_is_no_signal(plan: Plan):
 
 
 def test_a_grid_of_billions_is_refused_at_once():
-    with pytest.raises(PlanError, match="no square number"):
-        Plan(num_spatial_parts=(1 << 20) - 3)
+    with pytest.raises(PlanError, match="there may be"):
+        Plan(slice_method="99999x99999")
     assert find_compact_grid((1, 1, 1), (1 << 31) - 1).tiles == (1 << 31) - 1

@@ -55,13 +55,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "Use spatial_size <= 2, or a larger split_size."
         ),
     ),
-    "no square number": (
-        {"num_spatial_parts": 6},
-        (
-            "num_spatial_parts=6 is no square number, which slice_method='square' needs. "
-            "Use 4 or 9, or another slice_method, such as '2x3', or '1x2x3' of volumes."
-        ),
-    ),
     "a grid of another number of tiles": (
         {"slice_method": "2x3", "num_spatial_parts": 4},
         "slice_method='2x3' makes 6 tiles but num_spatial_parts=4. Set num_spatial_parts=6, or leave it out.",
@@ -117,12 +110,11 @@ def test_what_does_not_fit_is_refused_with_its_numbers(kind: str):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("kind", ["more spatial stages than stages", "no square number", "too many entries",
+@pytest.mark.parametrize("kind", ["more spatial stages than stages", "too many entries",
                                   "a grid of another number of tiles", "a balance of other stages"])  # fmt: skip
 def test_the_mend_that_a_message_names_mends(kind: str):
     mends = {
         "more spatial stages than stages": {"spatial_size": 2},
-        "no square number": {"slice_method": "2x3"},
         "too many entries": {"num_spatial_parts": (4,)},
         "a grid of another number of tiles": {"num_spatial_parts": 6},
         "a balance of other stages": {"split_size": 3},

@@ -270,7 +270,6 @@ def test_words_and_several_numbers(chosen):
         ("split_size", 0, "split_size=0 must be a whole number of at least 1"),
         ("split_size", 40, "the model has only"),
         ("spatial_size", 3, "more spatial stages than the split_size=2"),
-        ("num_spatial_parts", 6, "no square number"),
         ("slice_method", "diagonal", "is unknown"),
         ("slice_method", "40x1", "32 rows of pixels cannot be cut into 40 tiles"),
         ("parts", 3, "cannot be cut into parts=3"),

@@ -233,6 +233,7 @@ def reshape(b: Builder, node: Node) -> None:
     if regrouped is None:
         raise make_gather_error(node, f"mixes rows and columns ({value.spec.shape} to {node.result.shape})")
     out_px = get_sizes(node.result.shape, regrouped.places)
+    b.stage.parts.check(out_px, [max(1, px // count) for px, count in zip(value.size_px, out_px, strict=True)])
     window, out = b.read_window(source, out_px, *regrouped.rules), b.get_output_tiles(out_px)[b.rank]
     # From groups of 4 columns back to 8 columns in tiles of 3 and 5: rank 1 reads both groups, and crops one column.
     #
