@@ -169,6 +169,15 @@ VOLUMES = {
     "SegResNet": _make_volumes(
         "SegResNet", "16x12x24", **_IN_OUT, init_filters=8, blocks_down=[1, 1, 1], blocks_up=[1, 1]
     ),
+    "DynUNet": _make_volumes(
+        "DynUNet",
+        "16x20x12",
+        **_IN_OUT,
+        kernel_size=[3, 3, 3],
+        strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2],
+        filters=[4, 8, 8],
+    ),
     "AttentionUnet": _make_volumes("AttentionUnet", "16x20x12", **_IN_OUT, **_LEVELS),
     "BasicUNet": _make_volumes("BasicUNet", "16x32x48", **_IN_OUT, features=[4, 4, 4, 4, 4, 4]),
     "ResNet-18": _make_volumes("resnet18", "16x18x20", n_input_channels=3, num_classes=3, widen_factor=0.125),
