@@ -234,7 +234,7 @@ class Plan:
         Images keep a square. Of any other number, and of signals and volumes, it is the grid with the smallest halos.
 
         >>> Plan(num_spatial_parts=8).fit((64, 64, 16)).slice_method
-        '4x2x1'
+        '2x4x1'
         >>> Plan(num_spatial_parts=4).fit((1024, 512)) == Plan(num_spatial_parts=4)
         True
         """
