@@ -35,6 +35,7 @@ class Builder(Segments):
     """Collects the instructions for tile `tile` of one stage, with the exchanges of the pixels that they read."""
 
     sync_batchnorm: bool = True
+    attention_keys: str = "auto"
     overlaps: bool = False
     reads: list[WindowRead] = field(default_factory=list)
     strips: dict[tuple[Any, ...], tuple[tuple[str, Tile], ...]] = field(default_factory=dict)

@@ -20,19 +20,21 @@ _OF_KEYS, _OF_TURNED_KEYS, _OF_VALUES = "bxd,byd->bxy", "bxd,bdy->bxy", "bxy,byd
 _SCALES = ("aten.mul.Tensor", "aten.div.Tensor")
 
 
-def join_attention(graph: ModelGraph) -> ModelGraph:
+def join_attention(graph: ModelGraph, attention_keys: str) -> ModelGraph:
     """Return the graph with one operator for each attention to more than `WHOLE_PX` keys that is written by hand.
+
+    With `attention_keys="ring"` also to fewer keys: only the operator has a ring.
 
     What is found: a product, perhaps multiplied or divided by a number, perhaps with a mask added, softmax over the
     keys, perhaps dropout, and a second product; each read by the next one only.
     """
     #     scores = matmul(q, kT) -> mul(., number) -> add(., mask) -> softmax(., -1) -> dropout -> matmul(., v)
     #     becomes                                                     attention(q, kT.mT, v, mask, p, scale=number)
-    finder = _ChainFinder(graph)
+    finder, most = _ChainFinder(graph), 0 if attention_keys == "ring" else WHOLE_PX
     joined: dict[str, tuple[Node, ...]] = {}
     for node in graph.nodes:
         chain = finder.find(node)
-        if chain and chain.nodes[0].result.shape[-1] > WHOLE_PX and not finder.reorders_draws(chain):
+        if chain and chain.nodes[0].result.shape[-1] > most and not finder.reorders_draws(chain):
             joined |= dict.fromkeys((part.name for part in chain.nodes), ())
             joined[node.name] = chain.join()
     if not joined:

@@ -224,6 +224,7 @@ class Lowering:
             extended=wide,
             tile_by_tile=self.tile_by_tile,
             sync_batchnorm=self.plan.sync_batchnorm,
+            attention_keys=self.plan.attention_keys,
             overlaps=overlaps and ranks.shares == 1,
             copies=tuple(rank for pipe in self.layout.pipes for rank in pipe.stages[role.stage].ranks),
             memo=self._commons[replace(role, tile=0)],

@@ -47,7 +47,8 @@ class TraceCache:
     """The traces of one model under many plans.
 
     `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
-    Plans whose micro-batches have the same shape and precision share a trace; a trace takes seconds. If a step has
+    Plans whose micro-batches have the same shape and precision share a trace, but for those that ask for rings of
+    attention; a trace takes seconds. If a step has
     several micro-batches, the graph's loss is changed so that the mean over them is the loss of the whole batch.
     The model is traced in its current state, and again after a change; with `state`, in the modes that it recorded.
     Raises ImageError for an invalid `image_shape` or `labels`, and TraceError for modules that cannot be traced.
@@ -181,7 +182,7 @@ class TraceCache:
         return self._mixing[state]
 
     def _make_key(self, plan: Plan) -> Hashable:
-        return self.get_state(), self._get_image_spec(plan), plan.precision, torch.get_default_dtype()
+        return self.get_state(), self._get_image_spec(plan), *_list_traced_options(plan)
 
     def get_state(self) -> ModelState:
         """Return the state in which the model is traced."""
@@ -216,10 +217,11 @@ class TraceCache:
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
         """Trace the model for these specs."""
-        key = self.get_state(), images, answers, plan.precision, torch.get_default_dtype()
+        key = self.get_state(), images, answers, *_list_traced_options(plan)
         if key not in self._traces:
             kind = choose_autocast_type(self.device)
-            graph = join_attention(trace(self.model, self.loss, images, answers, plan.precision, kind))
+            graph = trace(self.model, self.loss, images, answers, plan.precision, kind)
+            graph = join_attention(graph, plan.attention_keys)
             check_batched(graph)
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:
@@ -228,6 +230,11 @@ class TraceCache:
             self._traces[key] = graph
         check_operand_types(self._traces[key])
         return self._traces[key]
+
+
+def _list_traced_options(plan: Plan) -> tuple[Hashable, ...]:
+    """Return what else than the model and its inputs a traced graph depends on."""
+    return plan.precision, plan.attention_keys == "ring", torch.get_default_dtype()
 
 
 def check_grid(plan: Plan, size_px: Sequence[int]) -> None:

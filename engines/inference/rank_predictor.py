@@ -59,7 +59,8 @@ def prepare_prediction(
 
 def _trace(model: nn.Module, images: TensorSpec, plan: Plan, device: str) -> ModelGraph:
     def trace() -> ModelGraph:
-        graph = join_attention(trace_inference(model, images, plan.precision, choose_autocast_type(device)))
+        graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
+        graph = join_attention(graph, plan.attention_keys)
         check_operand_types(graph)
         return graph
 

@@ -16,6 +16,7 @@ from mpi4dl_nb.engines.plan.schedule import SCHEDULES, ScheduleRule, get_schedul
 
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
+ATTENTION_KEYS = ("auto", "gather", "ring")
 MOST, MOST_TILES = 1 << 20, 1 << 32
 """Upper bounds: of the counts of stages, replicas and micro-batches, and of the tiles of a stage. They bound loops."""
 _GRID = re.compile(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}", re.ASCII)
@@ -84,6 +85,10 @@ class Plan:
     of one process. Its running statistics are then the means of the ranks' own statistics, taken at the update. With
     `halo_d2`, each of two ranks that compute the same pixels normalises them with its own statistics. Other norms stay
     exact.
+
+    `attention_keys` is how attention over the pixels of several tiles gets the keys and values of the other ranks:
+    `gather` them on every rank, or let them travel in a `ring`, which takes less memory; where a ring has no rule for
+    what the model does, up to 128 x 128 keys are gathered. `auto` gathers up to 128 x 128 keys.
 
     A batch has `parts` micro-batches. Batch norm normalises each micro-batch by itself, as GPipe does. For a model with
     batch norm, a step of several micro-batches or replicas therefore differs from one process on the whole batch; it
@@ -158,6 +163,11 @@ class Plan:
         1, help="layers between two exchanges of halo_d2, or auto: the cheapest number", low=1, proposals=("auto",)
     )
     overlap_halos: bool = _tiles(False, help="compute the interior while halos are exchanged: for slow links")
+    attention_keys: str = _tiles(
+        "auto",
+        help="how attention gets the keys of other tiles: gather, ring, or auto (gather up to 128 x 128 keys)",
+        choices=ATTENTION_KEYS,
+    )
     schedule: str = _pipeline("fill_drain", help="the order of micro-batches", choices=SCHEDULES)
     stages_per_rank: int = _pipeline(
         1, help="stages on each rank after the spatial stages, for the schedule interleaved", low=1

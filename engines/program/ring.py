@@ -8,7 +8,7 @@ and never a matrix of tokens by tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mpi4dl_nb.engines.geometry.places import Ranges
@@ -34,6 +34,14 @@ class ScoreRule:
     causal: bool = False
     dropout: float = 0.0
     draw: int = 0
+
+
+def can_fuse(rule: ScoreRule, has_mask: bool, key_size: int, value_size: int) -> bool:
+    """Return whether PyTorch's kernel takes a block: without an order, a mask or dropout, and values as wide as keys.
+
+    The kernel could take a part of a mask, and returns no gradient of it.
+    """
+    return not (rule.causal or rule.dropout or has_mask) and key_size == value_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,8 @@ class RingAttention(Instruction):
 
     Blocks are in the order of their ranks, and travel in `pieces`. `spec` is that of this rank's part of the result.
     `groups` are the places of the queries along the axes before the tokens (batch and heads), `tokens` those along
-    them. `log_sums` names the value that backward needs beside the result.
+    them. `log_sums` names the value that backward needs beside the result. `trained_mask` is the spec of this rank's
+    part of a mask whose gradient is wanted.
     """
 
     per_micro_batch: ClassVar[bool] = True
@@ -101,6 +110,7 @@ class RingAttention(Instruction):
     tokens: TokenPlaces
     tag: int
     differentiable: bool
+    trained_mask: TensorSpec | None = None
 
     @property
     def log_sums(self) -> str:
@@ -112,6 +122,11 @@ class RingAttention(Instruction):
         """The values that it reads."""
         masks = () if self.mask is None else (self.mask,)
         return self.queries, self.keys, self.values, *masks
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The values of which backward makes the gradients."""
+        return tuple(dict.fromkeys(self.sources if self.trained_mask else self.sources[:3]))
 
     @property
     def rounds(self) -> tuple[KeyBlock, ...]:
@@ -133,7 +148,10 @@ class RingAttention(Instruction):
     def local_ops(self) -> tuple[LocalOp, ...]:
         """The attention to all keys, as if they were here: what the rank computes in all rounds together."""
         count, first = sum(block.key.shape[-2] for block in self.blocks), self.blocks[0]
-        keys, values = (spec.resize(-2, count) for spec in (first.key, first.value))
+        # With as many heads as the queries, if several of these share one.
+        keys, values = (
+            replace(spec, shape=(*self.spec.shape[:-2], count, spec.shape[-1])) for spec in (first.key, first.value)
+        )
         return (LocalOp(self.target, "aten.scaled_dot_product_attention.default", (Ref(self.queries), keys, values)),)
 
     def get_effects(self, phase: Phase) -> Effects:
@@ -169,7 +187,7 @@ class RingAttention(Instruction):
         temporary = self._count_temporary_bytes(forward)
         if forward:
             return Effects((*self.sources, self.log_sums), tuple(specs), specs, messages, temporary=temporary)
-        return Effects(tuple(specs), tuple(dict.fromkeys(self.sources[:3])), {}, messages, temporary=temporary)
+        return Effects(tuple(specs), self.trained, {}, messages, temporary=temporary)
 
     def _cut(self, block: KeyBlock) -> list[int]:
         """Return the bytes of each piece of a block."""
@@ -177,15 +195,22 @@ class RingAttention(Instruction):
         return [block.bytes // tokens * len(span) for span in split_axis(tokens, self.pieces)]
 
     def _count_temporary_bytes(self, forward: bool) -> int:
-        """Return the bytes of blocks on their way, of sums, and of chunks of scores."""
-        own, wide = self.blocks[self.position], self.spec.sums.item_bytes
+        """Return the bytes of blocks on their way, of sums, and of chunks of scores, or what a kernel has made."""
+        own, wide, item = self.blocks[self.position], self.spec.sums.item_bytes, self.spec.item_bytes
         largest = max(max(self._cut(block)) for block in self.blocks)
         rows, keys = self.spec.numel // self.spec.shape[-1], max(block.key.shape[-2] for block in self.blocks)
         chunk = min(count_chunk_scores(max(block.key.numel + block.value.numel for block in self.blocks)), rows * keys)
         chunk, arriving = chunk * wide, min(2, len(self.blocks) - 1)
+        fused = can_fuse(self.rule, self.mask is not None, own.key.shape[-1], own.value.shape[-1])
+        # Of heads that share keys, each has a copy of a piece, and backward gradients for it.
+        shared = math.prod(self.spec.shape[:-2]) // math.prod(own.key.shape[:-2])
+        copies = shared * largest if shared > 1 else 0
         if forward:
-            return arriving * largest + self.spec.numel * wide + chunk
+            return arriving * largest + copies + self.spec.numel * wide + (self.spec.numel * item if fused else chunk)
         # Gradients of a piece: as computed, and packed; those of the one before, on their way back. Of the own block:
         # the sum of its gradients, and those of a piece that arrive.
         blocks = arriving + 2 + min(1, len(self.blocks) - 2)
-        return blocks * largest + own.bytes + max(self._cut(own)) + rows * own.key.shape[-1] * wide + 2 * chunk
+        mask = self.trained_mask.numel * wide if self.trained_mask else 0
+        sums = rows * own.key.shape[-1] * wide + mask
+        made = rows * own.key.shape[-1] * item if fused else 2 * chunk
+        return blocks * largest + 2 * copies + own.bytes + max(self._cut(own)) + sums + made

@@ -44,10 +44,11 @@ class RingRunner:
 
     @torch.no_grad()
     def run_backward(self, leaves: Mapping[str, Tensor], grad: Tensor, seed: int) -> tuple[dict[str, Tensor], int]:
-        """Return the gradients of queries, keys and values by name, and the bytes that this rank sends."""
+        """Return the gradients by name, as far as `RingAttention.trained` says, and the bytes that this rank sends."""
         ring = self.ring
         queries, key, value = self._read(leaves, seed)
-        gradient = AttentionGradient(queries, leaves[ring.target], leaves[ring.log_sums], grad)
+        trains_mask = ring.trained_mask is not None
+        gradient = AttentionGradient(queries, leaves[ring.target], leaves[ring.log_sums], grad, trains_mask)
         own = self._pack(key, value)
         totals, returning = [torch.zeros_like(piece) for piece in own], None
         for (number, piece), keys, key_values, columns in self._fetch_pieces(own, ring.tag + 1):
@@ -62,11 +63,14 @@ class RingRunner:
         if returning is not None:
             totals[returning.piece] += returning.wait()
         split = [self._split(total, 0, piece) for piece, total in enumerate(totals)]
-        gradients = {ring.queries: gradient.query.to(queries.query.dtype)}
-        for name, parts in zip((ring.keys, ring.values), zip(*split, strict=True), strict=True):
-            part = torch.cat(parts, -2)
-            # One value may be two of the three, or all of them.
-            gradients[name] = gradients[name] + part if name in gradients else part
+        key_parts, value_parts = zip(*split, strict=True)
+        made = [gradient.query, torch.cat(key_parts, -2), torch.cat(value_parts, -2), gradient.mask]
+        gradients: dict[str, Tensor] = {}
+        for name, part in zip(ring.sources, made, strict=False):
+            if part is not None:
+                part = part.to(leaves[name].dtype)
+                # One value may be several of them.
+                gradients[name] = gradients[name] + part if name in gradients else part
         return gradients, self._sent[1]
 
     def _read(self, values: Mapping[str, Tensor], seed: int) -> tuple[Queries, Tensor, Tensor]:

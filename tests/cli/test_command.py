@@ -74,6 +74,7 @@ FLAGS: dict[str, dict[str, object]] = {
     },
     "--local-DP 2 --data-parallel 3": {"local_dp": 2, "data_parallel": 3},
     "--accumulate 2 --checkpoint-activations": {"accumulate": 2, "checkpoint_activations": True},
+    "--attention-keys ring": {"attention_keys": "ring"},
     "--overlap-halos --compile-segments": {"overlap_halos": True, "compile_segments": True},
     "--local-DP 1 --local-dp 1 --data-parallel 1": {},
     "--sync-batchnorm": {},

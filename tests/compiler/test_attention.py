@@ -25,7 +25,7 @@ from mpi4dl_nb.engines.program.ring import RingAttention, ScoreRule, TokenPlaces
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches, verify
-from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds
+from tests.compiler.drawn import Calls, Pair, generate_images_on_grids, seeds
 from tests.compiler.test_tokens import to_image, to_tokens
 from tests.compiler.test_whole import make_compiler
 from tests.exact import assert_exact, close, make_tiled_plan
@@ -97,6 +97,14 @@ def use_class_tokens(x: Tensor, count: int = 1, **how: object) -> Tensor:
     return t + F.scaled_dot_product_attention(heads, heads, heads, **how).transpose(1, 2).flatten(2)
 
 
+def attend_in_groups(x: Tensor, **how: object) -> Tensor:
+    """Four heads of queries, two of keys (Ainslie et al., 2023, arXiv:2305.13245)."""
+    heads = to_tokens(x).unflatten(-1, (4, 1)).transpose(1, 2)
+    keys = to_tokens(x * x)[..., :2].unflatten(-1, (2, 1)).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(heads, keys, keys * 2, enable_gqa=True, **how)
+    return to_image(mixed.transpose(1, 2).flatten(2), x)
+
+
 RINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": attend,
     "scaled": lambda x: attend(x, scale=0.25),
@@ -107,6 +115,9 @@ RINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: attend(x, dropout_p=0.4),
     "causal, with dropout": lambda x: attend(x, is_causal=True, dropout_p=0.4),
     "heads": use_heads,
+    "heads that share keys": attend_in_groups,
+    "heads that share keys, with dropout": lambda x: attend_in_groups(x, dropout_p=0.4),
+    "a mask with a gradient": lambda x: attend(x, attn_mask=to_tokens(x)[..., 1:2]),
     "fewer keys": lambda x: to_image(
         F.scaled_dot_product_attention(
             to_tokens(x), *[to_tokens(F.max_pool2d(x, (1, 2), ceil_mode=True, stride=1, padding=(0, 1)))] * 2
@@ -141,10 +152,15 @@ RINGS: dict[str, Callable[[Tensor], Tensor]] = {
 @set_trials(3)
 @given(case=generate_images_on_grids(), seed=seeds)
 def test_attention_in_a_ring(name: str, case: tuple[Grid, Pair], seed: int):
+    check_rule(name, case, seed, "auto")
+
+
+def check_rule(name: str, case: tuple[Grid, Pair], seed: int, attention_keys: str, fused: int = 0) -> None:
     grid, size_px = case
     size_px = max(2, size_px[0]), max(2, size_px[1])  # of a single column, tokens are rows, and few
     images = torch.randn(2, 4, *size_px, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    check(RINGS[name], images, grid, same=close)
+    plan = replace(make_tiled_plan(grid, fused), attention_keys=attention_keys)
+    assert_exact(Calls(RINGS[name]), images, plan, same=close)
 
 
 class TokenMixer(nn.Module):
@@ -185,6 +201,49 @@ def test_keys_do_not_meet_on_any_rank():
     (item,) = (item for item in program.forward if isinstance(item, RingAttention))
     assert [block.key.shape for block in item.blocks] == [(1, 2, 16, 4)] * 4
     assert item.spec.shape == (1, 2, 16, 4)
+
+
+class Biased(nn.Module):
+    """A trained mask that is added to the scores: for each pair, or broadcast over heads, queries or keys."""
+
+    def __init__(self, *shape: int, dropout: float = 0.0, by_hand: bool = False) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(2)))
+        self.dropout, self.by_hand = dropout, by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = to_tokens(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        if self.by_hand:
+            scores = heads @ heads.mT / 2 + self.bias
+            mixed = F.dropout(scores.softmax(-1), self.dropout) @ heads
+        else:
+            mixed = F.scaled_dot_product_attention(heads, heads * 2, heads, self.bias, self.dropout)
+        return to_image(mixed.transpose(1, 2).flatten(2), x)
+
+
+BIASES = {
+    "each pair": Biased(2, 42, 42),
+    "each pair, with dropout": Biased(42, 42, dropout=0.3),
+    "each query": Biased(1, 42, 1),
+    "each key": Biased(2, 1, 42),
+    "each key alone": Biased(42),
+    "each head": Biased(2, 1, 1),
+    "by hand": Biased(2, 42, 42, by_hand=True, dropout=0.3),
+    "by hand, one number": Biased(by_hand=True),
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("grid", ["1x3", "3x2"])
+@pytest.mark.parametrize("name", BIASES)
+def test_a_trained_mask_gets_its_gradient(name: str, grid: str, pieces: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ring, "PIECE_BYTES", 1 << 20 if pieces == 1 else 64)
+    plan = make_tiled_plan(grid)
+    program = make_compiler(BIASES[name], (2, 4, 6, 7), grid).compile_rank(0)
+    (item,) = (item for item in program.forward if isinstance(item, RingAttention))
+    assert item.trained_mask
+    images = torch.randn(2, 4, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_exact(BIASES[name].double(), images, plan, same=close)
 
 
 def make_queries(rule: ScoreRule, seed: int = 0, mask: Tensor | None = None) -> tuple[Queries, Tensor, Tensor]:
@@ -239,24 +298,11 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
     torch.testing.assert_close(result.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
 
 
-class Biased(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(36, 36))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return attend(x, attn_mask=self.bias)
-
-
-def attend_in_groups(x: Tensor) -> Tensor:
-    """Four heads of queries, two of keys (Ainslie et al., 2023, arXiv:2305.13245)."""
-    query, key = (to_tokens(x)[:, None].expand(-1, heads, -1, -1) for heads in (4, 2))
-    return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-
-
 REFUSED: dict[str, tuple[nn.Module | Callable[[Tensor], Tensor], str]] = {
-    "a mask that is trained": (Biased(), "adds a mask that is trained"),
-    "keys of several heads": (attend_in_groups, "has queries, keys and values for other images and heads"),
+    "keys of all images": (
+        lambda x: F.scaled_dot_product_attention(to_tokens(x), to_tokens(x)[:1], to_tokens(x)[:1]),
+        "has queries, keys and values for other images and heads",
+    ),
     "keys along another axis": (
         lambda x: F.scaled_dot_product_attention(x.permute(0, 2, 3, 1), x.permute(0, 3, 2, 1), x.permute(0, 3, 2, 1)),
         "sharded along different axes",
@@ -268,7 +314,7 @@ REFUSED: dict[str, tuple[nn.Module | Callable[[Tensor], Tensor], str]] = {
 def test_what_a_ring_cannot_do_is_refused(name: str):
     model, why = REFUSED[name]
     with pytest.raises(TraceError, match=why):
-        make_compiler(model if isinstance(model, nn.Module) else Calls(model), (1, 4, 6, 6))
+        make_compiler(model if isinstance(model, nn.Module) else Calls(model), (2, 4, 6, 6))
 
 
 # In every kind of plan, as users train.

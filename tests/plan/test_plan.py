@@ -205,6 +205,7 @@ def test_these_are_all_options():
     assert {field.name for field in fields(Plan)} == {
         *COUNTS, "slice_method", "balance", "bidirectional", "halo_d2", "schedule", "precision",
         "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm", "overlap_halos",
+        "attention_keys",
     }  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from mpi4dl_nb.engines.compiler.builder import Builder
 from mpi4dl_nb.engines.compiler.local_rules import (
     align_arguments,
-    all_gather_pixels,
     apply_locally,
     check_deterministic,
     cut_to_tile,
@@ -20,7 +21,7 @@ from mpi4dl_nb.engines.compiler.operator_table import register_rule
 from mpi4dl_nb.engines.compiler.value_layout import ValueLayout
 from mpi4dl_nb.engines.geometry.places import Ranges, drop_lead, list_ranges
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
-from mpi4dl_nb.engines.graph.model_graph import Node, Ref
+from mpi4dl_nb.engines.graph.model_graph import Node, Ref, TensorSpec
 from mpi4dl_nb.engines.program.instructions import SEED
 from mpi4dl_nb.engines.program.ring import RING_TAGS, KeyBlock, RingAttention, ScoreRule, TokenPlaces
 from mpi4dl_nb.engines.program.rng import find_sample_number
@@ -30,9 +31,8 @@ from mpi4dl_nb.engines.program.rng import find_sample_number
 def attend(b: Builder, node: Node) -> None:
     """Attend from the queries of each rank to all keys, or within each window by itself.
 
-    Few keys are gathered. Many stay where they are, and travel in a ring, as do those of attention along one axis
-    (axial attention), causal attention and dropout. Raises NeedsGatherError for a mask with a gradient beside a ring,
-    and for queries and keys that are sharded along different axes.
+    Keys are gathered, or stay where they are and travel in a ring, as `Plan.attention_keys` says. Raises
+    NeedsGatherError for queries and keys that are sharded along different axes.
     """
     #     windows (N H/8 W/8, 64, C)   tokens are whole on their rank: no message
     #     tokens  (N, H W, C)          queries stay; keys are gathered, or come one block after another
@@ -47,15 +47,65 @@ def attend(b: Builder, node: Node) -> None:
     if len(_find_ring(b, query)) == 1:
         _attend_locally(b, node, query)
         return
-    pair = {name: a[name] for name in ("key", "value")}
-    is_random = find_sample_number(b.graph, node) is not None
-    if is_random or a["is_causal"] or dims != {-2} or any(is_too_large(b, ref) for ref in pair.values()):
+    if _wants_ring(b, node, dims):
         _attend_in_ring(b, node, query)
+    else:
+        _attend_to_gathered(b, node, query)
+
+
+def _wants_ring(b: Builder, node: Node, dims: set[int]) -> bool:
+    """Return whether keys travel in a ring; `dims` are the sharded dimensions of the queries."""
+    pair = [node.arguments[name] for name in ("key", "value")]
+    if not any(map(b.is_tiled, pair)):
+        return False  # every rank has them
+    if b.attention_keys != "auto":
+        return b.attention_keys == "ring"
+    # By size, and not by a forecast: a program is compiled without a machine, and the same on any. Causal attention
+    # and dropout need the places of the pixels, which the ring has without a matrix of scores.
+    is_placed = find_sample_number(b.graph, node) is not None or node.arguments["is_causal"]
+    return is_placed or dims != {-2} or any(is_too_large(b, ref) for ref in pair)
+
+
+def _attend_to_gathered(b: Builder, node: Node, query: ValueLayout) -> None:
+    """Attend to keys of which each rank gathers all that its queries see."""
+    a, tiles = node.arguments, b.get_output_tiles(query.size_px)
+    _check_sharded_alike(node, query, b.get_value(a["key"]), b.get_value(a["value"]))
+    keys = {name: _gather_keys(b, node, a[name], tiles) for name in ("key", "value")}
+    rest = replace(node, arguments={name: a[name] for name in ("query", "attn_mask") if a[name]})
+    aligned = keys | align_arguments(b, rest)
+    if find_sample_number(b.graph, node) is not None or a["is_causal"]:
+        _attend_by_place(b, node, query, tiles[b.rank], aligned)
         return
     check_deterministic(b, node)
-    keys = {name: all_gather_pixels(b, node, ref) for name, ref in pair.items()}
-    rest = replace(node, arguments={name: a[name] for name in ("query", "attn_mask") if a[name]})
-    apply_locally(b, node, query.places, **keys, **align_arguments(b, rest))
+    apply_locally(b, node, query.places, **aligned)
+
+
+def _gather_keys(b: Builder, node: Node, ref: Ref, tiles: Mapping[int, Tile]) -> Ref:
+    """Return the keys, or values, that the queries of this rank's one of `tiles` see."""
+    value, name = b.get_value(ref), f"{node.name}.{ref.name}.seen"
+    if all(place.dim == -2 for place in value.places):
+        return b.all_gather(ref)
+    if name in b.values:
+        return Ref(name)  # keys that are values, too
+    # Of attention along one axis, the rows (or columns) of this rank alone, all along.
+    whole = Tile.whole(*value.size_px)
+    wanted = {
+        rank: Tile(
+            *(all_px if place.dim == -2 else own for place, own, all_px in zip(value.places, tile, whole, strict=True))
+        )
+        for rank, tile in tiles.items()
+    }
+    window = b.exchange(b.crop_to_own(ref), wanted, 0.0)
+    like = replace(value.spec, shape=value.compute_shape(wanted[b.rank]))
+    return b.add_local_op(name, "aten.reshape.default", window, like.shape, like=like)
+
+
+def _check_sharded_alike(node: Node, *layouts: ValueLayout) -> None:
+    """Raise NeedsGatherError unless queries and keys are sharded along the same axes before the tokens."""
+    # With the number of the mesh's axis: that of rows and that of columns may be at the same place, in two values.
+    before = {tuple(pair for pair in enumerate(layout.places) if pair[1].dim != -2) for layout in layouts}
+    if len(before) > 1:
+        raise make_gather_error(node, "reads queries and keys that are sharded along different axes")
 
 
 def _find_ring(b: Builder, query: ValueLayout) -> list[int]:
@@ -76,9 +126,14 @@ def _attend_locally(b: Builder, node: Node, query: ValueLayout) -> None:
         check_deterministic(b, node)
         apply_locally(b, node, query.places, **aligned)
         return
-    _check_heads(b, node)
-    a = {**node.arguments, **aligned}
     tile = b.get_output_tiles(query.size_px)[b.rank] if query.places else Tile()
+    _attend_by_place(b, node, query, tile, aligned)
+
+
+def _attend_by_place(b: Builder, node: Node, query: ValueLayout, tile: Tile, aligned: Mapping[str, Any]) -> None:
+    """Attend from a tile of queries to keys that are on this rank, with the order and dropout of the whole image."""
+    _check_heads(b, node)
+    a, draw = {**node.arguments, **aligned}, find_sample_number(b.graph, node) or 0
     settings = SEED, _make_rule(b, node, draw), *_list_token_ranges(query, tile)
     tensors = a["query"], a["key"], a["value"], a["attn_mask"]
     b.add_local_op(node.name, "tile.attention", *tensors, *settings, like=node.result, axes=query.places)
@@ -88,18 +143,17 @@ def _attend_in_ring(b: Builder, node: Node, query: ValueLayout) -> None:
     a = node.arguments
     key, value = b.get_value(a["key"]), b.get_value(a["value"])
     _check_heads(b, node)
-    layouts = query, key, value
-    # With the number of the mesh's axis: that of rows and that of columns may be at the same place, in two values.
-    before = {tuple(pair for pair in enumerate(layout.places) if pair[1].dim != -2) for layout in layouts}
-    if len(before) > 1 or key.places != value.places or all(place.dim != -2 for place in key.places):
+    _check_sharded_alike(node, query, key, value)
+    if key.places != value.places or all(place.dim != -2 for place in key.places):
         raise make_gather_error(node, "reads queries and keys that are sharded along different axes")
     mask = _align_mask(b, node, query)
     tile, key_tiles = b.get_tiles(query.size_px)[b.rank], b.get_tiles(key.size_px)
     ranks = _find_ring(b, query)
     groups, tokens = _list_token_ranges(query, tile)
     read = [b.crop_to_own(a[name]) for name in ("query", "key", "value")]
-    differentiable = any(b.get_value(ref).differentiable for ref in read)
+    differentiable = any(b.get_value(ref).differentiable for ref in (*read, *([mask] if mask else [])))
     target = ValueLayout(f"{node.name}.ring", node.result, query.places, differentiable)
+    spec = replace(node.result, shape=target.compute_shape(tile))
     ring = RingAttention(
         name=target.name,
         queries=read[0].name,
@@ -107,7 +161,7 @@ def _attend_in_ring(b: Builder, node: Node, query: ValueLayout) -> None:
         values=read[2].name,
         mask=None if mask is None else mask.name,
         target=target.name,
-        spec=replace(node.result, shape=target.compute_shape(tile)),
+        spec=spec,
         blocks=tuple(_make_block(rank, key, value, key_tiles[rank]) for rank in ranks),
         position=ranks.index(b.rank),
         rule=_make_rule(b, node, find_sample_number(b.graph, node) or 0),
@@ -115,6 +169,7 @@ def _attend_in_ring(b: Builder, node: Node, query: ValueLayout) -> None:
         tokens=tokens,
         tag=b.reserve_tags(RING_TAGS),
         differentiable=differentiable,
+        trained_mask=_find_trained_mask(b, mask, spec),
     )
     b.add_local_op(node.name, "aten.alias.default", b.add_ring(ring, target), like=node.result, axes=query.places)
     b.hold_like(Ref(node.name), Ref(target.name))
@@ -131,8 +186,6 @@ def _align_mask(b: Builder, node: Node, query: ValueLayout) -> Ref | None:
     if ref is None:
         return None
     mask = b.get_value(ref)
-    if mask.differentiable:
-        raise make_gather_error(node, "adds a mask that is trained")
     if mask.places:
         if mask.places != query.places:
             raise make_gather_error(node, "reads a mask that is sharded along other axes than the queries")
@@ -141,10 +194,21 @@ def _align_mask(b: Builder, node: Node, query: ValueLayout) -> Ref | None:
     return b.add_local_op(f"{node.name}.mask", "aten.alias.default", part, like=mask.spec)  # a value, also of a buffer
 
 
+def _find_trained_mask(b: Builder, mask: Ref | None, result: TensorSpec) -> TensorSpec | None:
+    """Return the spec of this rank's part of a mask whose gradient is wanted, given that of its part of the result."""
+    if mask is None or not b.get_value(mask).differentiable:
+        return None
+    spec = b.get_value(mask).spec
+    own = result.shape[len(result.shape) - len(spec.shape) : -1]
+    rows = (1 if whole == 1 else size for whole, size in zip(spec.shape[:-1], own, strict=True))
+    return replace(spec, shape=(*rows, *spec.shape[-1:]))
+
+
 def _check_heads(b: Builder, node: Node) -> None:
-    """Raise NeedsGatherError if keys are shared by several heads, or broadcast over images."""
+    """Raise NeedsGatherError if keys are broadcast over images, or over heads in another way than `enable_gqa`."""
     shapes = [get_spec(b, node.arguments[name].name).shape[:-2] for name in ("query", "key", "value")]
-    if len(set(shapes)) > 1:
+    alike = [shape[:-1] for shape in shapes] if node.arguments.get("enable_gqa") else shapes
+    if len(set(alike)) > 1:
         raise make_gather_error(node, f"has queries, keys and values for other images and heads: {shapes}")
 
 
