@@ -12,6 +12,7 @@ from torch import nn
 
 from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.compiler import local_rules
+from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import ATTENTION_KEYS, Plan
@@ -20,7 +21,7 @@ from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.verify import verify
 from tests.compiler.drawn import Pair, generate_images_on_grids, seeds
 from tests.compiler.test_attention import PLANS, RINGS, TokenMixer, check_rule
-from tests.compiler.test_whole import make_compiler
+from tests.exact import make_tiled_plan
 from tests.sampling import set_trials
 
 
@@ -68,7 +69,8 @@ def test_every_value_trains(name: str, attention_keys: str):
 
 
 def count_rings(attention_keys: str, model: nn.Module, image_shape: tuple[int, ...] = (1, 3, 8, 8)) -> int:
-    compiler = make_compiler(model, image_shape, "2x2", attention_keys=attention_keys)
+    plan = replace(make_tiled_plan("2x2"), attention_keys=attention_keys)
+    compiler = Compiler(prepare(model, plan, image_shape, lambda made, labels: made.sum()).graph, plan)
     return sum(isinstance(item, RingAttention) for item in compiler.compile_rank(0).forward)
 
 
