@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TypeGuard
+
+from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
+from mpi4dl_nb.engines.formatting import describe_unknown
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -22,3 +26,9 @@ def is_number(value: object) -> TypeGuard[float]:
     (True, True, False)
     """
     return isinstance(value, Real)
+
+
+def check_choice(name: str, value: object, choices: Iterable[str], error: type[Mpi4dlError] = PlanError) -> None:
+    """Raise `error` unless the argument `name` is one of the choices."""
+    if value not in tuple(choices):
+        raise error(describe_unknown(f"{name}={value!r} is unknown", value, choices))

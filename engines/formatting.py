@@ -151,7 +151,7 @@ _LEFT = 'style="text-align: left"'
 
 
 def format_html_table(caption: str, facts: Mapping[str, object]) -> str:
-    """Format one row for each fact, with its name and its value.
+    """Format one row for each fact, with its name and its value. Facts that are None are left out.
 
     >>> format_html_table("Cluster", {"ranks": "< 5"})[-24:]
     '&lt; 5</td></tr></table>'
@@ -159,6 +159,7 @@ def format_html_table(caption: str, facts: Mapping[str, object]) -> str:
     rows = (
         f'<tr><th scope="row" {_LEFT}>{escape(str(name))}</th><td {_LEFT}>{escape(str(fact))}</td></tr>'
         for name, fact in facts.items()
+        if fact is not None
     )
     head = f'<table style="border: 1px solid currentColor"><caption {_LEFT}>{escape(caption)}</caption>'
     return f"{head}{''.join(rows)}</table>"
@@ -185,11 +186,11 @@ class FactTable:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The facts by name, the most important first."""
+        """The facts by name, the most important first; those that are None are not shown."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        text = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
+        text = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items() if fact is not None)
         line = " ".join(f"{self.caption}: {text}".split())
         return f"<{line}>" if len(line) <= _LONGEST - 2 else f"<{line[: _LONGEST - 4].rstrip()} …>"
 

@@ -365,10 +365,7 @@ def _make_works(
         grads = [torch.ones_like(output) for output in outputs]
         return lambda: torch.autograd.backward(outputs, grads)
 
-    return works | {
-        "forward.convolution_ms": prepare_conv_forward,
-        "backward.convolution_ms": prepare_conv_backward,
-    }
+    return works | {"forward.convolution_ms": prepare_conv_forward, "backward.convolution_ms": prepare_conv_backward}
 
 
 def run_bench_halo(world: MpiWorld, arguments: Sequence[str]) -> dict[str, object]:

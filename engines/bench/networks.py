@@ -21,8 +21,7 @@ class _AttentionBlock(nn.Module):
         query, key, value = triple.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         tokens = tokens + self.project(mixed)
-        changed: Tensor = self.change(tokens)
-        return tokens + changed
+        return tokens + self.change(tokens)
 
 
 class PixelTransformer(nn.Module):
@@ -44,5 +43,4 @@ class PixelTransformer(nn.Module):
         """Return logits per pixel."""
         x = self.stem(x)
         tokens = self.blocks(x.flatten(2).transpose(1, 2))
-        logits: Tensor = self.head(tokens.transpose(1, 2).reshape(x.shape))
-        return logits
+        return self.head(tokens.transpose(1, 2).reshape(x.shape))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -168,9 +168,11 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
         evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
     # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.
     log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
-    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as rank_loop, ExitStack() as stack:
+    with ExitStack() as stack:
+        rank_loop = RankTrainLoop(world, training, recipe.step_specs, images, feeding)
+        stack.enter_context(closing(rank_loop))
         if log is not None:
-            stack.enter_context(log)
+            stack.enter_context(closing(log))
         done, kept = _resume(rank_loop, chosen, given), None
         if chosen.save is not None:
             # Signals are caught only now: before the first step there is nothing to save.

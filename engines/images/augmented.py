@@ -158,8 +158,7 @@ def _sample_numbers(draw: int | None) -> list[float] | None:
     """Return the random numbers of a draw, in [0, 1), or None without a draw."""
     if draw is None:
         return None
-    numbers: list[float] = sample_uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], torch.device("cpu")).tolist()
-    return numbers
+    return sample_uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], torch.device("cpu")).tolist()
 
 
 # Augmentation of the staining of tissue.

@@ -94,8 +94,7 @@ def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
     True
     """
     random = torch.Generator().manual_seed(compute_step_seed(seed, epoch))
-    order: list[int] = torch.randperm(count, generator=random).tolist()
-    return order
+    return torch.randperm(count, generator=random).tolist()
 
 
 def parse_image_size(size: Any) -> tuple[int, int]:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mpi4dl_nb.engines.checks import check_choice
 from mpi4dl_nb.engines.errors import ImageError
-from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
 from mpi4dl_nb.engines.images.dataset import IGNORED, LabelledImages, parse_image_size, to_network_input
 from mpi4dl_nb.engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
@@ -149,8 +149,7 @@ class ExampleImages(LabelledImages):
         ignore: Ignore = None,
     ) -> None:
         size = size if size is None else parse_image_size(size)
-        if fit not in FITS:
-            raise ImageError(describe_unknown(f"fit={fit!r} is unknown", fit, FITS))
+        check_choice("fit", fit, FITS, ImageError)
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
         # Those of the masks if there are any, else of the labels, whether or not an image has them.

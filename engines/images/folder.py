@@ -41,10 +41,7 @@ _OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information"
 
 
 def folder_images(
-    folder: str | PathLike[str],
-    size: tuple[int, int] | None,
-    fit: str = "scale",
-    names: tuple[str, ...] | None = None,
+    folder: str | PathLike[str], size: tuple[int, int] | None, fit: str = "scale", names: tuple[str, ...] | None = None
 ) -> ExampleImages:
     """Return the pictures in `folder/CLASS/` and `folder/CLASS/SLIDE/`, with classes and files sorted by name.
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl_nb.engines.checks import is_integer
+from mpi4dl_nb.engines.checks import check_choice, is_integer
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.comm.world import World, all_gather_or_raise, make_released_error
 from mpi4dl_nb.engines.errors import ImageError, PlanError
-from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
 from mpi4dl_nb.engines.program.worker import Inputs
 
@@ -44,10 +43,7 @@ class LoaderOptions:
         if not is_integer(self.seed) or abs(int(self.seed)) >= 1 << 64:
             raise PlanError(f"seed={self.seed!r} must be a whole number between -2**64 and 2**64, such as 0.")
         object.__setattr__(self, "seed", int(self.seed))  # one of NumPy's would overflow in what is computed from it
-        if self.on_bad_image not in _ON_BAD:
-            raise PlanError(
-                describe_unknown(f"on_bad_image={self.on_bad_image!r} is unknown", self.on_bad_image, _ON_BAD)
-            )
+        check_choice("on_bad_image", self.on_bad_image, _ON_BAD)
         if not is_integer(self.workers) or self.workers < 0:
             raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
         if self.steps is not None and not (is_integer(self.steps) and self.steps >= 1):
@@ -247,12 +243,6 @@ class RankLoader:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._reading.clear()
-
-    def __enter__(self) -> RankLoader:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
 
 def describe_read_error(name: str, error: Exception, odd: bool = False) -> str:

@@ -97,9 +97,7 @@ def read_multiscale(path: Path, group: Any) -> Multiscale:
 
 def _get_attributes(group: Any) -> Mapping[str, Any]:
     """Return the OME attributes of a group: 0.5 has them in "ome", older versions among all others."""
-    attributes: Mapping[str, Any] = group.attrs
-    inner: Mapping[str, Any] = attributes.get("ome", attributes)
-    return inner
+    return group.attrs.get("ome", group.attrs)
 
 
 # ---- which picture
@@ -142,8 +140,7 @@ def _find_multiscale(path: Path, group: Any, attributes: Mapping[str, Any]) -> M
             f"{path} lists {len(listed)} pictures (multiscales), whose first levels are {some}, and it is not known "
             f"which of them is the scan. Give the path of one array, such as {path / listed[0][0]}."
         )
-    multiscale: Mapping[str, Any] = scales[0]
-    return multiscale
+    return scales[0]
 
 
 def _check_paths(path: Path, names: Sequence[str], prefix: str) -> None:

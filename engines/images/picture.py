@@ -91,8 +91,7 @@ def detect_openslide(path: Path) -> str | None:
     import openslide  # an optional package, with a shared library of its own
 
     with translate_errors(path):
-        maker: str | None = openslide.OpenSlide.detect_format(path)
-        return maker
+        return openslide.OpenSlide.detect_format(path)
 
 
 class OpenSlidePicture(FileReader[Any]):

@@ -1,10 +1,16 @@
-"""Open files from untrusted sources: only regular files, inside a folder, text up to a size, XML without entities."""
+"""Open files from untrusted sources: only regular files, inside a folder, text up to a size, XML without entities.
+
+Files of one's own are replaced as a whole.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 from xml.etree import ElementTree as ET
@@ -52,6 +58,22 @@ def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:
     if max(size, len(data)) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
     return data
+
+
+@contextmanager
+def write_beside(path: Path, replaces: bool = True) -> Iterator[Path]:
+    """Within the context a file may be written at the yielded path, beside `path`, which it then replaces.
+
+    So a reader, or a crash, finds the old file or the new one, and never half of one. After an error, or with
+    `replaces=False`, the new one is removed instead.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        yield beside
+        if replaces:
+            beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def refuse_doctype(*named: object) -> NoReturn:

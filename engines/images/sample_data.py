@@ -39,8 +39,7 @@ def immunohistochemistry() -> Pixels:
     >>> immunohistochemistry().shape
     (512, 512, 3)
     """
-    pixels: Pixels = skimage.data.immunohistochemistry()
-    return pixels
+    return skimage.data.immunohistochemistry()
 
 
 def compute_dab(image: Pixels) -> NDArray[np.float64]:
@@ -52,8 +51,7 @@ def compute_dab(image: Pixels) -> NDArray[np.float64]:
     >>> compute_dab(immunohistochemistry()).shape
     (512, 512)
     """
-    stains: NDArray[np.float64] = rgb2hed(image)
-    return stains[..., 2]  # of haematoxylin, eosin, DAB
+    return rgb2hed(image)[..., 2]  # of haematoxylin, eosin, DAB
 
 
 # A small classification task on a picture of stained tissue: is a crop browner than the median crop?

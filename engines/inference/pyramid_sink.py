@@ -10,13 +10,11 @@ is looked for, before the first tile is computed.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from PIL.PngImagePlugin import PngInfo
 from mpi4dl_nb.engines.comm.status_board import get_status_board
 from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.geometry.tiles import Span, Tile
+from mpi4dl_nb.engines.images.regular_file import write_beside
 from mpi4dl_nb.engines.inference.class_map import ClassMap, find_pitches, halve_classes, make_colours
 from mpi4dl_nb.engines.inference.rank_predictor import PaddedRegion
 from mpi4dl_nb.engines.inference.tile_stitcher import ArraySink, Shape
@@ -112,15 +111,17 @@ class PyramidSink:
     def finish(self) -> str:
         """Write the file under a temporary name, rename it when it is complete, and return its path."""
         try:
-            return _publish(self.path, self._write_file)
+            with write_beside(self.path) as beside:
+                self._write_file(beside)
         finally:
             self.close()
+        return str(self.path)
 
     def close(self) -> None:
         """Close the scratch file, which frees its space."""
         self.raw.file.close()
 
-    def _write_file(self, name: str) -> None:
+    def _write_file(self, file: Path) -> None:
         #     scratch file, level 0  ->  TIFF page, level 0
         #              | halve
         #     scratch file, level 1  ->  SubIFD 1           each level is made from the one before, whose scratch file
@@ -128,7 +129,7 @@ class PyramidSink:
         #     scratch file, level 2  ->  SubIFD 2
         # The least n for which the longest side, halved n times and rounded up, is at most SMALLEST_PX.
         levels = ((max(self.raw.shape[:2]) - 1) // SMALLEST_PX).bit_length()
-        with tifffile.TiffWriter(name, bigtiff=True) as writer:
+        with tifffile.TiffWriter(file, bigtiff=True) as writer:
             for level in range(levels + 1):
                 if level:
                     coarser = _write_halved(self.raw, self.path.parent, self.mixes)
@@ -204,7 +205,9 @@ class PngSink(ArraySink):
         image.putpalette(make_colours(len(self.classes.names)).tobytes())
         info = PngInfo()
         info.add_text("Description", self.classes.to_text())
-        return _publish(self.path, partial(image.save, format="PNG", pnginfo=info))
+        with write_beside(self.path) as beside:
+            image.save(beside, format="PNG", pnginfo=info)
+        return str(self.path)
 
 
 def _make_palette(classes: ClassMap, dtype: np.dtype[Any]) -> NDArray[np.uint16]:
@@ -221,23 +224,6 @@ def _check_path(path: Path, endings: Sequence[str], kind: str) -> None:
         raise OSError(f"{path} ends in {path.suffix!r}, but a prediction is written as {kind}.")
     if not path.parent.is_dir():
         raise NotADirectoryError(f"{path}: {path.parent} is no folder. Make it, or write to another.")
-
-
-def _publish(path: Path, write: Callable[[str], object]) -> str:
-    """Let `write` write a temporary file beside `path`, rename it when it is complete, and return the path."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        write(name)
-        # Temporary files are private; this one gets the mode of any new file. The mask can only be read by setting it.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(name).chmod(0o666 & ~mask)
-        Path(name).replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).unlink()
-    return str(path)
 
 
 def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:

@@ -8,8 +8,8 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 
+from mpi4dl_nb.engines.checks import check_choice
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import describe_unknown
 
 
 class ActionKind(Enum):
@@ -171,8 +171,7 @@ SCHEDULES = {
 
 def get_schedule_rule(name: str) -> ScheduleRule:
     """Return the rule of a schedule. Raises PlanError if there is no schedule of that name."""
-    if name not in SCHEDULES:
-        raise PlanError(describe_unknown(f"schedule={name!r} is unknown", name, SCHEDULES))
+    check_choice("schedule", name, SCHEDULES)
     return SCHEDULES[name]
 
 

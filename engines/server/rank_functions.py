@@ -163,7 +163,7 @@ def end_loop(host: RankServer, name: str) -> int:
     """End the loader workers of a training, if it has any, and return its number of updates."""
     if (loop := host.get_kept(RankTrainLoop).pop(name, None)) is not None:
         loop.close()
-    return loop.updates if loop else 0
+    return loop.training.updates if loop else 0
 
 
 # ---- predictions with the current weights of a training

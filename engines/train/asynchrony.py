@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from mpi4dl_nb.engines.checks import check_choice
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_count, format_seconds
+from mpi4dl_nb.engines.formatting import FactTable, format_count, format_seconds
 from mpi4dl_nb.engines.plan import Plan
 
 MODES = ("synchronous", "server", "peers")
@@ -43,8 +44,7 @@ class Asynchrony:
     slow: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise PlanError(describe_unknown(f"mode={self.mode!r} is unknown", self.mode, MODES))
+        check_choice("mode", self.mode, MODES)
         for name in ("replicas", "steps", "average_every"):
             _check_count(name, getattr(self, name), 1)
         if self.max_staleness is not None:
@@ -227,13 +227,12 @@ class ReplicaStudy(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        last = {"last loss": f"{self.turns[-1].loss:.6g}"} if self.turns else {}
         return {
             "mode": self.asynchrony.mode,
             "replicas": self.asynchrony.replicas,
             "batches": f"{len(self.turns)} of {self.images_per_batch} images",
             "time": format_seconds(self.seconds),
-            **last,
+            "last loss": f"{self.turns[-1].loss:.6g}" if self.turns else None,
         }
 
     @classmethod

@@ -29,14 +29,13 @@ class History(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        losses = {"loss": f"{self.losses[0]:.4g} to {self.losses[-1]:.4g}"} if self.losses else {}
         return {
             "steps": f"{len(self.losses)} in {len(self.epochs)} whole epochs",
-            **losses,
+            "loss": f"{self.losses[0]:.4g} to {self.losses[-1]:.4g}" if self.losses else None,
             "images a second": format_number(self.images_per_s),
-            **({"bad images left out": len(self.left_out)} if self.left_out else {}),
-            **({"ended": "by the monitor's button"} if self.stopped else {}),
-            **({"last checkpoint": self.saved} if self.saved else {}),
+            "bad images left out": len(self.left_out) or None,
+            "ended": "by the monitor's button" if self.stopped else None,
+            "last checkpoint": self.saved,
         }
 
 

@@ -305,11 +305,14 @@ def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> lis
             for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
             for micro_batch, loss in mine.items()
         ]
-    steps = (
-        [loss for _, loss in sorted({n: loss for rank in ranks for n, loss in rank.losses[step].items()}.items())]
-        for step in range(len(oracle.losses))
-    )
-    return [(sum(mine) / len(mine), theirs) for mine, theirs in zip(steps, oracle.mean_losses, strict=True)]
+    return list(zip(combine_losses(ranks).mean_losses, oracle.mean_losses, strict=True))
+
+
+def combine_losses(ranks: Sequence[TrainingRecord]) -> TrainingRecord:
+    """Return a record of nothing but the losses of whole batches, combined from their parts on the ranks."""
+    steps = zip(*(rank.losses for rank in ranks), strict=True)
+    merged = ({n: loss for losses in step for n, loss in losses.items()} for step in steps)
+    return TrainingRecord(tuple(dict(sorted(losses.items())) for losses in merged), (), {}, {}, whole=True)
 
 
 def _compute_squares(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> dict[str, float]:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph
-from mpi4dl_nb.engines.train.oracle import ReferenceTraining, TrainingRecord
+from mpi4dl_nb.engines.train.oracle import ReferenceTraining, TrainingRecord, combine_losses
 
 DOUBLE = torch.finfo(torch.float64).eps
 """Machine epsilon of float64."""
@@ -122,23 +122,25 @@ class RoundingCheck:
         if not self.noise:
             return self.oracle
 
+        def reverse_noise(process: ReferenceTraining, step: int) -> None:
+            for name, mask in self.noise.items():
+                gradient = process.weights[name].grad
+                if gradient is not None:
+                    gradient[mask] *= -1
+                    # An exact 0 has no opposite: it becomes the ranks' value in its place.
+                    gradient += self._strays["gradient", step, name].to(gradient)
+
+        return _collect_quantities(self._run_with_hook(reverse_noise), self.start)
+
+    def _run_with_hook(self, hook: Callable[[ReferenceTraining, int], None]) -> TrainingRecord:
+        """Train one process again, and call `hook(process, step)` when the gradients of a step are complete."""
+
         def begin(process: ReferenceTraining) -> None:
             steps = count(1)
-
-            def reverse_noise(*_: object) -> None:
-                # Called before each optimiser step, after the gradients of the whole step are complete.
-                step = next(steps)
-                for name, mask in self.noise.items():
-                    gradient = process.weights[name].grad
-                    if gradient is not None:
-                        gradient[mask] *= -1
-                        # An exact 0 has no opposite: it becomes the ranks' value in its place.
-                        gradient += self._strays["gradient", step, name].to(gradient)
-
             if process.optimiser is not None:
-                process.optimiser.register_step_pre_hook(reverse_noise)
+                process.optimiser.register_step_pre_hook(lambda *_: hook(process, next(steps)))
 
-        return _collect_quantities(self.run(begin, nullcontext(), lambda batch: batch), self.start)
+        return self.run(begin, nullcontext(), lambda batch: batch)
 
     @cached_property
     def noise(self) -> dict[str, Tensor]:
@@ -172,12 +174,8 @@ class RoundingCheck:
         """Each rank's quantities. A whole batch's loss, combined from its parts on ranks, is one more record."""
         if not self.record.whole:
             return [_collect_quantities(rank, self.start) for rank in self.ranks]
-        together = tuple(
-            {n: loss for rank in self.ranks for n, loss in rank.losses[step].items()}
-            for step in range(len(self.ranks[0].losses))
-        )
         alone = [_collect_quantities(replace(rank, losses=()), self.start) for rank in self.ranks]
-        return [*alone, _collect_losses(TrainingRecord(together, (), {}, {}, whole=True))]
+        return [*alone, _collect_losses(combine_losses(self.ranks))]
 
     @cached_property
     def _strays(self) -> dict[Key, Tensor]:
@@ -246,17 +244,13 @@ class RoundingCheck:
         # The optimiser computes the same from the same gradient, so that weights are equal again before each step.
         gradients: list[dict[str, Tensor]] = []
 
-        def begin(process: ReferenceTraining) -> None:
-            def take_gradients(*_: object) -> None:
-                gradients.append(process.gradients)
-                for rank in reversed(self.ranks):
-                    for name, gradient in rank.gradients[len(gradients) - 1].items():
-                        process.weights[name].grad.copy_(gradient)  # type: ignore[union-attr]
+        def take_gradients(process: ReferenceTraining, step: int) -> None:
+            gradients.append(process.gradients)
+            for rank in reversed(self.ranks):
+                for name, gradient in rank.gradients[step - 1].items():
+                    process.weights[name].grad.copy_(gradient)  # type: ignore[union-attr]
 
-            if process.optimiser is not None:
-                process.optimiser.register_step_pre_hook(take_gradients)
-
-        record = self.run(begin, nullcontext(), lambda batch: batch)
+        record = self._run_with_hook(take_gradients)
         return _collect_quantities(replace(record, gradients=tuple(gradients)), self.start)
 
     def _is_followed(self, key: Key, off: Tensor) -> bool:
@@ -389,14 +383,10 @@ class RoundingCheck:
         elif self.eps == DOUBLE:
             return 0.0
         else:
-            stored, steps = self.oracle[key].to(self._computed_in), 1
+            computed_in = next((weight.dtype for weight in self.record.weights.values()), torch.float64)
+            stored, steps = self.oracle[key].to(computed_in), 1
         eps = torch.finfo(stored.dtype).eps if stored.is_floating_point() else 0.0
         return 2 * eps * steps * _compute_norm(part(stored.double()))
-
-    @cached_property
-    def _computed_in(self) -> torch.dtype:
-        """The type of the model's first weight."""
-        return next((weight.dtype for weight in self.record.weights.values()), torch.float64)
 
     def _get_noise_mask(self, key: Key) -> Tensor | None:
         return self.noise.get(key[2]) if key[0] in ("gradient", _MOVED) else None

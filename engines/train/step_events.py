@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mpi4dl_nb.engines.checks import check_choice
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.shards import Shard, ShardIndex, assemble_shards
 from mpi4dl_nb.engines.compiler.steps import DependencyOrder, StepCounts, StepLabel
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes
+from mpi4dl_nb.engines.formatting import FactTable, format_bytes
 from mpi4dl_nb.engines.geometry.tiles import Move, Plane
 from mpi4dl_nb.engines.plan.layout import Layout
 from mpi4dl_nb.engines.plan.schedule import PipelineAction, Schedule, Slot
@@ -68,11 +69,10 @@ class RankEvent(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        waits = {"waits for": ", ".join(f"rank {rank}" for rank in self.waits_for)} if self.waits_for else {}
         return {
             "did": self.did.text if self.did else "nothing yet",
             "next": self.next.text if self.next else "nothing: its step is done",
-            **waits,
+            "waits for": ", ".join(f"rank {rank}" for rank in self.waits_for) or None,
             "activations": format_bytes(self.activation_bytes),
         }
 
@@ -98,12 +98,11 @@ class StepEvent(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        loss = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
         return {
             "instructions done": ", ".join(map(str, self.places)),
             "moved": ", ".join(f"rank {rank.rank}" for rank in self.ranks if rank.moved) or "no rank",
             "messages": len(self.transfers),
-            **loss,
+            "loss": None if self.loss is None else f"{self.loss:.6g}",
             "done": "yes" if self.done else "no",
         }
 
@@ -332,8 +331,7 @@ class StepInspector:
 
     def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
         """See `mpi4dl_nb.training.step_debugger.StepDebugger.view`; `event` is the current position of the step."""
-        if show not in SHOWN:
-            raise PlanError(describe_unknown(f"show={show!r} is unknown", show, SHOWN))
+        check_choice("show", show, SHOWN)
         asked = [self._choose_target(rank, show) for rank in event.ranks]
         answers = self.ask("view", [(target.make_request(channel, image, bound_px),) for target in asked])
         triples = zip(event.ranks, asked, answers, strict=True)

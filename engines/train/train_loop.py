@@ -157,20 +157,9 @@ class RankTrainLoop:
             raise
         return replace(stats, epoch=served.place.epoch, step=served.place.step, wait_s=served.wait_s)
 
-    @property
-    def updates(self) -> int:
-        """The number of updates of this rank's weights so far."""
-        return self.training.updates
-
     def close(self) -> None:
         """Stop the loader's worker threads."""
         self.feed.close()
-
-    def __enter__(self) -> RankTrainLoop:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
 
 def run_step(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, RankStepStats]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mpi4dl_nb.engines.errors import PlanError, make_path
 from mpi4dl_nb.engines.formatting import FactTable, format_number, format_percent, format_seconds
 from mpi4dl_nb.engines.graph.output_meaning import OutputMeaning, compute_classes
-from mpi4dl_nb.engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.images.regular_file import read_bounded, write_beside
 
 # The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up.
 
@@ -141,10 +141,9 @@ class StepResult(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        accuracy = {} if self.accuracy is None else {"accuracy": format_percent(self.accuracy)}
         return {
             "loss": f"{self.loss:.6g}",
-            **accuracy,
+            "accuracy": None if self.accuracy is None else format_percent(self.accuracy),
             "images": f"{self.images}, {format_number(self.images_per_s)} a second",
             "time": format_seconds(self.seconds),
             "wait for images": format_seconds(self.wait_s),
@@ -417,25 +416,13 @@ class EpochLog:
             warnings.warn(f"No more is written for TensorBoard: {error}.", stacklevel=4)
 
     def _save(self) -> None:
-        # A reader, or a crash, sees the old file or the new one, and never half of one: write beside it, sync, rename.
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
-        try:
-            with beside.open("w", encoding="utf-8") as file:
-                file.write(self._write(self.records) if self.records else "")
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self.path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with write_beside(self.path) as beside, beside.open("w", encoding="utf-8") as file:
+            file.write(self._write(self.records) if self.records else "")
+            file.flush()
+            os.fsync(file.fileno())  # a power cut leaves the old file or the new one, too
 
     def close(self) -> None:
         """Close the TensorBoard writer."""
         if self._board is not None:
             with self._giving_up_board():
                 self._board.close()
-
-    def __enter__(self) -> EpochLog:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()

@@ -129,12 +129,7 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
         "the image each, and of one process with all of it; 0.25 would be an even share.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
         tuple(
-            _make_case(
-                f"{px:,} px",
-                4,
-                f"bench memory {_CHAIN} --image-size {px} {_QUARTERS}",
-                px,
-            )
+            _make_case(f"{px:,} px", 4, f"bench memory {_CHAIN} --image-size {px} {_QUARTERS}", px)
             for px in (512, 1024, 2048, 4096)
         ),
         ratio="share",

@@ -16,7 +16,7 @@ import torch
 
 from mpi4dl_nb.engines.comm.device import count_cores, get_memory_bytes
 from mpi4dl_nb.engines.errors import PlanError, RankError
-from mpi4dl_nb.engines.images.regular_file import read_bounded
+from mpi4dl_nb.engines.images.regular_file import read_bounded, write_beside
 from mpi4dl_nb.engines.predict.calibrate import Calibration
 from mpi4dl_nb.engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
 from mpi4dl_nb.engines.predict.machine import Machine
@@ -109,8 +109,7 @@ def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, 
     finally:
         with suppress(RankError):  # an early end has an error of its own
             call(rank_functions.discard_calibration)
-    measured: Machine = machine
-    return measured
+    return machine
 
 
 # Cache of calibrations, so that no notebook has to repeat one.
@@ -160,23 +159,17 @@ class CalibrationCache:
         """Replace the file. A quick or noisy calibration is not stored: later notebooks would rely on it."""
         if machine.quick or not machine.noise.is_good:
             return
-        self._write_beside(machine.to_json(), replaces=True)
+        self._write(machine.to_json(), replaces=True)
 
     def check_writable(self) -> None:
         """Raise PlanError if a named file cannot be written, before a minute is spent on what goes into it."""
-        self._write_beside("", replaces=False)
+        self._write("", replaces=False)
 
-    def _write_beside(self, text: str, replaces: bool) -> None:
-        # Written beside it and renamed: a notebook that reads now sees the old file or the new one, but whole.
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+    def _write(self, text: str, replaces: bool) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                part.write_text(text, encoding="utf-8")
-                if replaces:
-                    part.replace(self.path)
-            finally:
-                part.unlink(missing_ok=True)
+            with write_beside(self.path, replaces) as beside:
+                beside.write_text(text, encoding="utf-8")
         except OSError as error:
             if not self.usual:
                 raise PlanError(

@@ -16,10 +16,10 @@ from mpi4dl_nb.cluster.loopback_ranks import LoopbackRanks, SingleThreadRanks
 from mpi4dl_nb.cluster.mpi_ranks import MpiRanks
 from mpi4dl_nb.cluster.owned_ranks import OwnedRanks, count_alive_ranks, get_owned_ranks, watch_notebook
 from mpi4dl_nb.cluster.remote_call import Ranks, RemoteCall
-from mpi4dl_nb.engines.checks import is_number
+from mpi4dl_nb.engines.checks import check_choice, is_number
 from mpi4dl_nb.engines.comm.device import compute_threads_per_rank, count_cores
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, RankError
-from mpi4dl_nb.engines.formatting import describe_unknown, format_html_table
+from mpi4dl_nb.engines.formatting import format_html_table
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.server.notebook_imports import pack
 from mpi4dl_nb.engines.server.rank_server import recover, recover_and_reset
@@ -89,8 +89,7 @@ class Cluster:
         _check_count(n)
         if hang_after_s is not None and not (is_number(hang_after_s) and hang_after_s >= 1):
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
-        if backend not in ("auto", *_BACKENDS):
-            raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, ("auto", *_BACKENDS)))
+        check_choice("backend", backend, ("auto", *_BACKENDS))
         self.hosts = choose_hosts(hosts, backend in ("auto", "mpi"))
         backend = choose_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s

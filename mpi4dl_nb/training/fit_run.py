@@ -95,7 +95,7 @@ def fit(
         stack.enter_context(closing(loop))
         fitting = _FitRun(loop, epochs, watchers, healing, asked)
         stack.enter_context(fitting.notify_callbacks())
-        fitting.book = None if log is None else stack.enter_context(EpochLog(log))
+        fitting.book = None if log is None else stack.enter_context(closing(EpochLog(log)))
         if saving.folder is not None:
             training, tell, folder = loop.training, tqdm.write, make_absolute(saving.folder)
             check_writable(folder)  # an error now, and not after the first epoch

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from mpi4dl_nb.engines.checks import check_choice
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
-from mpi4dl_nb.engines.formatting import describe_unknown, format_bytes
+from mpi4dl_nb.engines.formatting import format_bytes
 from mpi4dl_nb.engines.graph.default_type import use_default_type_of
 from mpi4dl_nb.engines.graph.output_meaning import choose_kind, choose_meaning
 from mpi4dl_nb.engines.images.dataset import LabelledImages, cast_numbers, check_classes, make_tensor
@@ -153,8 +154,8 @@ def predict_picture(
     class_names: Sequence[str] | None,
 ) -> TiledPrediction:
     """Predict a region of a picture tile by tile on all ranks of the training."""
-    if kind is not None and kind not in KINDS:
-        raise PlanError(describe_unknown(f"kind={kind!r} is unknown", str(kind), KINDS))
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
     meaning = choose_meaning(activation, training.recipe.graph)
     kind = choose_kind(kind, meaning)
     where = make_absolute(source) if isinstance(source, str | PathLike) else source

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpi4dl_nb.engines.checks import is_integer
+from mpi4dl_nb.engines.checks import check_choice, is_integer
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.shards import ShardIndex
 from mpi4dl_nb.engines.compiler.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
@@ -122,8 +122,7 @@ class StepDebugger(FactTable):
 
     def find_unit_end(self, unit: str, rank: int | str | None = None) -> StepCounts:
         """Return the counts of done instructions that `go` would advance to, and raise the errors that it would."""
-        if unit not in UNITS:
-            raise PlanError(describe_unknown(f"unit={unit!r} is unknown", unit, UNITS))
+        check_choice("unit", unit, UNITS)
         self._check_open()
         now = self.event.places
         ends = [find_block_end(steps, at, unit) for steps, at in zip(self.steps, now, strict=True)]

@@ -20,10 +20,9 @@ from mpi4dl_nb.cluster.calibrate_cluster import warn_of_gpus
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
-from mpi4dl_nb.engines.checks import is_integer
+from mpi4dl_nb.engines.checks import check_choice, is_integer
 from mpi4dl_nb.engines.compiler.steps import label_steps
 from mpi4dl_nb.engines.errors import ImageError, Mpi4dlError, PlanError, RankError, TraceError, VerifyError
-from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.graph.default_type import use_default_type
 from mpi4dl_nb.engines.images.dataset import LabelledImages
 from mpi4dl_nb.engines.images.loader import LoaderOptions
@@ -192,8 +191,7 @@ class Training(TrainingHandle):
         batches = check_batches(data) if images is None else ()
         if isinstance(epochs, bool) or not is_integer(epochs) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
-        if on_failure not in FAILURE_POLICIES:
-            raise PlanError(describe_unknown(f"on_failure={on_failure!r} is unknown", on_failure, FAILURE_POLICIES))
+        check_choice("on_failure", on_failure, FAILURE_POLICIES)
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
         if save is None and (save_every is not None or keep != KEEP):

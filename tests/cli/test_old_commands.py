@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def test_a_row_needs_the_ranks_that_it_names(name: str, flags: str, ranks: int):
 
 def run_epoch(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepResult]:
     """One epoch."""
-    with RankTrainLoop(world, RankTraining(world, recipe), recipe.step_specs, images, LoaderOptions()) as course:
+    course = RankTrainLoop(world, RankTraining(world, recipe), recipe.step_specs, images, LoaderOptions())
+    with closing(course):
         return [event for event in run(CollectiveTrainLoop(course)) if isinstance(event, StepResult)]
 
 

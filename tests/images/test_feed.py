@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from types import NoneType
 from typing import Any
 
@@ -88,7 +89,7 @@ def read_draws(served: LoadedBatch) -> list[int]:
 def load_epochs(feed: RankLoader, count: int) -> list[list[LoadedBatch]]:
     """All steps of so many epochs."""
     found: list[list[LoadedBatch]] = []
-    with feed:
+    with closing(feed):
         for _ in range(count):
             found.append([])
             while (served := feed.load_next()) is not None:
@@ -153,7 +154,7 @@ def test_an_epoch_may_end_early():
 def test_each_rank_reads_its_own_and_no_more():
     def list_tiles(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Numbered(8)
-        with make_loader(world, images, LoaderOptions(workers=1)) as mine:
+        with closing(make_loader(world, images, LoaderOptions(workers=1))) as mine:
             assert mine.load_next() is not None
         return {tile for _, tile in images.asked}
 
@@ -184,7 +185,7 @@ class Slow(Numbered):
 def test_workers_read_while_a_step_is_computed():
     def measure_wait(workers: int) -> float:
         total = 0.0
-        with make_single_loader(Slow(16), LoaderOptions(workers=workers)) as mine:
+        with closing(make_single_loader(Slow(16), LoaderOptions(workers=workers))) as mine:
             for step in range(4):
                 served = mine.load_next()
                 mine.advance()
@@ -198,7 +199,7 @@ def test_workers_read_while_a_step_is_computed():
 
 def test_what_is_read_ahead_is_bounded():
     images = Slow(400, reading_s=0.0)
-    with make_single_loader(images, LoaderOptions(workers=3)) as mine:
+    with closing(make_single_loader(images, LoaderOptions(workers=3))) as mine:
         mine.load_next()
         time.sleep(0.2)
         assert len(images.asked) == 3 * COUNT  # this step and two more
@@ -210,13 +211,13 @@ def list_workers() -> list[threading.Thread]:
 
 
 def test_no_worker_outlives_its_feed():
-    with make_single_loader(Slow(16), LoaderOptions(workers=2)) as mine:
+    with closing(make_single_loader(Slow(16), LoaderOptions(workers=2))) as mine:
         mine.load_next()
         assert len(list_workers()) == 2
     assert not list_workers()
     with (
         pytest.raises(ImageError),
-        make_single_loader(Numbered(16, bad=tuple(range(16))), LoaderOptions(workers=2)) as mine,
+        closing(make_single_loader(Numbered(16, bad=tuple(range(16))), LoaderOptions(workers=2))) as mine,
     ):
         mine.load_next()
     assert not list_workers()
@@ -233,7 +234,7 @@ def test_a_rank_tells_of_its_bad_image_also_if_the_others_have_left_already(monk
 
     def load_bad_image(world: LoopbackWorld) -> None:
         monkeypatch.setattr(world, "all_gather", raise_released)
-        with make_loader(world, Numbered(12, bad=(shuffle_indices(12, 0, 0)[0],))) as mine:
+        with closing(make_loader(world, Numbered(12, bad=(shuffle_indices(12, 0, 0)[0],)))) as mine:
             with pytest.raises(ImageError, match="is damaged") as caught:
                 mine.load_next()
             assert not Failure.of(caught.value).released
@@ -248,7 +249,7 @@ def test_a_bad_image_ends_the_training_when_its_step_comes(workers: int):
     images = Numbered(12, bad=(order[9],), where=lambda tile: tile.cols.start > 0)
 
     def load_until_error(world: LoopbackWorld) -> tuple[int, str, type]:
-        with make_loader(world, images, LoaderOptions(workers=workers)) as mine:
+        with closing(make_loader(world, images, LoaderOptions(workers=workers))) as mine:
             for step in range(3):
                 try:
                     assert mine.load_next() is not None
@@ -336,14 +337,14 @@ def test_it_goes_on_as_if_there_had_been_no_break(done: int, workers: int):
     whole = [served for steps in load_epochs(make_single_loader(images, feeding), 2) for served in steps]
     assert len(whole) == 6
 
-    with make_single_loader(images, feeding) as first:
+    with closing(make_single_loader(images, feeding)) as first:
         while first.place.epoch * 3 + first.place.step < done:
             if first.load_next() is not None:
                 first.advance()
         state = json.loads(json.dumps(first.get_state()))
     second = make_single_loader(images, feeding)
     second.resume(state)
-    with second:
+    with closing(second):
         rest = []
         while len(rest) < 6 - done:
             served = second.load_next()

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
@@ -37,10 +38,10 @@ def read(path: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize("ending", KINDS)
 def test_records_are_added_to_those_that_are_there(ending: str, tmp_path: Path):
     path = tmp_path / f"log{ending}"
-    with EpochLog(path) as log:
+    with closing(EpochLog(path)) as log:
         log.add(ONE)
         assert read(path) == [ONE]
-    with EpochLog(path) as log:
+    with closing(EpochLog(path)) as log:
         log.add(TWO)
     assert read(path) == [ONE, TWO]
     assert list(tmp_path.iterdir()) == [path]
@@ -97,7 +98,7 @@ def test_another_file_is_not_written_over(name: str, text: str, tmp_path: Path):
 @pytest.mark.parametrize("ending", [".json", ".jsonl"])
 def test_a_loss_that_is_no_number_is_null_in_json(ending: str, tmp_path: Path):
     path = tmp_path / f"log{ending}"
-    with EpochLog(path) as log:
+    with closing(EpochLog(path)) as log:
         log.add({"epoch": 0, "held_out_loss": float("nan"), "loss": float("inf")})
     assert read(path) == [{"epoch": 0, "held_out_loss": None, "loss": None}]
 
@@ -120,7 +121,7 @@ def test_scalars_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeyp
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with EpochLog(tmp_path / "log.csv") as log:
+    with closing(EpochLog(tmp_path / "log.csv")) as log:
         log.add(TWO)
     folder = str(tmp_path / "log.tensorboard")
     assert written == [folder, ("images_per_s", 3.0, 1), ("dice", 0.25, 1), ("loss", 0.5, 1), "flushed", "flushed"]
@@ -137,7 +138,7 @@ def test_a_disk_that_is_full_for_tensorboard_ends_nothing_else(tmp_path: Path, m
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with EpochLog(tmp_path / "log.json") as log:
+    with closing(EpochLog(tmp_path / "log.json")) as log:
         with pytest.warns(UserWarning, match="No more is written for TensorBoard: .*No space left"):
             log.add(TWO)
         log.add(TWO)

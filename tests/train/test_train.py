@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -202,9 +203,8 @@ def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
     images = SyntheticImages(2 * count + 1, SIZE, 3)
 
     def run_epochs(world: LoopbackWorld) -> list[object]:
-        with RankTrainLoop(
-            world, RankTraining(world, made), made.step_specs, images, LoaderOptions(seed=5, drop_last=True)
-        ) as course:
+        training, feeding = RankTraining(world, made), LoaderOptions(seed=5, drop_last=True)
+        with closing(RankTrainLoop(world, training, made.step_specs, images, feeding)) as course:
             return list(run(CollectiveTrainLoop(course), epochs=2))
 
     expected = run_oracle(MODELS[model], plan, images, epochs=2, seed=5)
