@@ -62,11 +62,6 @@ class TimeShares:
         """The remaining fraction, between instructions."""
         return max(0.0, 1 - self.work - self.communication - self.waiting)
 
-    @property
-    def idle(self) -> float:
-        """The fraction spent waiting or between instructions."""
-        return max(0.0, 1 - self.work - self.communication)
-
 
 @dataclass(frozen=True, repr=False)
 class Timeline(FactTable):
