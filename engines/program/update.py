@@ -143,8 +143,7 @@ class OptimiserStep:
             clip = self.rules.clip_norm / (math.sqrt(square) + 1e-6)
             factor = 1.0 if clip >= 1 else clip
         factor /= self.scale
-        groups = self.optimiser.param_groups if self.optimiser and factor != 1 else ()
-        for weight in (weight for group in groups for weight in group["params"]):
+        for weight in list_weights(self.optimiser) if self.optimiser and factor != 1 else ():
             if weight.grad is not None:
                 weight.grad.mul_(factor)
         if self.optimiser is not None:
@@ -158,6 +157,11 @@ class OptimiserStep:
         self.good_steps += 1
         if self.scaled and self.good_steps == GOOD_STEPS:
             self.scale, self.good_steps = self.scale * GROWTH, 0
+
+
+def list_weights(optimiser: Optimizer) -> list[Tensor]:
+    """Return the weights of all groups of an optimiser, in their order."""
+    return [weight for group in optimiser.param_groups for weight in group["params"]]
 
 
 def update_buffers(

@@ -17,7 +17,7 @@ from mpi4dl_nb.engines.errors import CheckpointError, make_path
 from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.graph.owners import find_first_names, iterate_owners
 from mpi4dl_nb.engines.images.shard_reader import SamplerState
-from mpi4dl_nb.engines.program.update import OptimiserStep
+from mpi4dl_nb.engines.program.update import OptimiserStep, list_weights
 from mpi4dl_nb.engines.train.checkpoint_files import parse_dtype, read_manifest
 from mpi4dl_nb.engines.train.checkpoint_folder import make_damaged_error
 from mpi4dl_nb.engines.train.checkpoint_reader import STATE, Checkpoint, get_tensor_file
@@ -113,7 +113,7 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
 
 def _restore_dtypes(optimiser: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
     """Give the optimiser's numbers the dtypes in which they were saved: PyTorch loads them in those of the weights."""
-    weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+    weights = list_weights(optimiser)
     for index, values in saved.items():
         held = optimiser.state[weights[index]]
         for name, value in values.items():
@@ -286,13 +286,12 @@ def optimiser_state(
     stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
     if stored != (kind := type(optimiser).__name__):
         raise CheckpointError(f"{checkpoint.path}: its optimiser is {stored}, and this one is {kind}.")
-    for group in optimiser.param_groups:
-        for weight in group["params"]:
-            if id(weight) not in names:
-                raise CheckpointError(
-                    f"The optimiser moves a tensor {tuple(weight.shape)} that is no weight of the model. Make it of "
-                    "model.parameters(), and of those of the loss if that is trained."
-                )
+    for weight in list_weights(optimiser):
+        if id(weight) not in names:
+            raise CheckpointError(
+                f"The optimiser moves a tensor {tuple(weight.shape)} that is no weight of the model. Make it of "
+                "model.parameters(), and of those of the loss if that is trained."
+            )
     _check_optimiser_state(checkpoint, optimiser, names)
     with checkpoint.translate_errors():
         return make_optimiser_state(optimiser, names, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE))

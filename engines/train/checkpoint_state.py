@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl_nb.engines.errors import CheckpointError
-from mpi4dl_nb.engines.program.update import Scheduler
+from mpi4dl_nb.engines.program.update import Scheduler, list_weights
 from mpi4dl_nb.engines.train.checkpoint_files import MOST_STEPS
 
 # Convert the state of optimisers and schedulers, except large tensors, to JSON and back.
@@ -295,7 +295,7 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     `made` is the result of `make_optimiser_state`; `names` maps ids of weights to names. Raises ValueError if
     `load_state_dict` would accept the state but every step would fail.
     """
-    weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+    weights = list_weights(optimiser)
     kept = {index: (names[id(weights[index])], held) for index, held in made["state"].items()}
     # Each trial uses its own copy, because a step changes the optimiser's state and its options. Many third-party
     # optimisers read values, which fails without memory.
@@ -304,7 +304,7 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     kind, after = type(optimiser).__name__, _copy_to_meta(optimiser, made)
     if error := _find_failure(after.step):
         raise ValueError(f"{kind} with these options cannot step: {type(error).__name__}: {error}") from error
-    usual = dict(enumerate(after.state.get(weight, {}) for group in after.param_groups for weight in group["params"]))
+    usual = dict(enumerate(after.state.get(weight, {}) for weight in list_weights(after)))
     # Hooks of a step may keep state of their own, and the copies have none.
     hooked = optimiser._optimizer_step_pre_hooks or optimiser._optimizer_step_post_hooks
     is_own = type(optimiser).__module__.startswith("torch.optim") and not hooked
@@ -313,7 +313,7 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     # The state is put in place by hand: `load_state_dict` would move it to the device of the weights, which is "meta",
     # and a step could not read its own count then.
     again = _copy_to_meta(optimiser, made)
-    moved = [weight for group in again.param_groups for weight in group["params"]]
+    moved = list_weights(again)
     for index, (_, held) in kept.items():
         again.state[moved[index]] = {key: _convert_like(value, usual[index].get(key)) for key, value in held.items()}
     if error := _find_failure(again.step):
@@ -360,16 +360,14 @@ def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | No
     # Entries of `memo` replace tensors during the deep copy: no weight and no large state tensor is ever copied.
     # Zero-dimensional state keeps its value, because steps read it.
     memo: dict[int, Any] = {}
-    for group in optimiser.param_groups:
-        for weight in group["params"]:
-            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            memo[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    for weight in list_weights(optimiser):
+        empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        memo[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
     for kept in optimiser.state.values():
         memo |= {id(value): value.to("meta") for value in kept.values() if isinstance(value, Tensor) and value.dim()}
     copied = copy.deepcopy(optimiser, memo)
-    for group in copied.param_groups:
-        for weight in group["params"]:
-            weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+    for weight in list_weights(copied):
+        weight.grad = torch.empty_like(weight) if weight.requires_grad else None
     if made is not None:
         _set_options(copied, made)
     return copied

@@ -19,6 +19,7 @@ from mpi4dl_nb.engines.errors import PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_names
 from mpi4dl_nb.engines.graph.model_graph import to_user_name
 from mpi4dl_nb.engines.graph.owners import iterate_owners
+from mpi4dl_nb.engines.program.update import list_weights
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]
 """Makes the optimiser of parameters, or of (name, parameter) pairs if its first argument is called NAMED."""
@@ -92,7 +93,7 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
     for options in (optimiser.defaults, *optimiser.param_groups):
         options.update({key: value.clone() for key, value in options.items() if isinstance(value, Tensor)})
     known = {id(weight) for weight in named.values()}
-    moved = [weight for group in optimiser.param_groups for weight in group["params"]]
+    moved = list_weights(optimiser)
     if foreign := [weight for weight in moved if id(weight) not in known]:
         raise PlanError(
             f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
