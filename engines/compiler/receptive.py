@@ -61,12 +61,12 @@ class FieldSpans:
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """The receptive field of pixel `pixel` of a value: the smallest rectangle `image` of the image.
+    """The receptive field of pixel `pixel` of a value: the smallest box `image` of the image.
 
     It is empty if the pixel depends on no pixel of the image. Statistics of norms over all pixels do not count.
     """
 
-    pixel: tuple[int, int]
+    pixel: tuple[int, ...]
     image: Tile
 
 
@@ -85,32 +85,31 @@ class ReceptiveFields:
         self.graph = graph
         self._trace = cache(self._trace_from)
 
-    def compute_field(self, node: str, row: int, col: int) -> ReceptiveField:
-        """Return the receptive field of one pixel of the value that `node` makes.
+    def compute_field(self, node: str, *at: int) -> ReceptiveField:
+        """Return the receptive field of one pixel of the value that `node` makes: of its position along each axis.
 
         Raises PlanError if there is no such value with rows and columns, or no such pixel.
         """
-        rows, cols = self.get_size_px(node)
-        if row not in range(rows) or col not in range(cols):
+        sizes = self.get_size_px(node)
+        if len(at) != len(sizes) or not all(px in range(size) for px, size in zip(at, sizes, strict=True)):
             raise PlanError(
-                f"Pixel ({row}, {col}) is not one of the {rows} x {cols} of {node}: "
-                f"use rows 0 to {rows - 1} and columns 0 to {cols - 1}."
+                f"Pixel {at} is not one of the {' x '.join(map(str, sizes))} of {node}: "
+                f"use {Tile.whole(*sizes).describe()}."
             )
-        return ReceptiveField((row, col), self.compute_region(node, Tile(Span(row, row + 1), Span(col, col + 1))))
+        return ReceptiveField(at, self.compute_region(node, Tile(*(Span(px, px + 1) for px in at))))
 
     def compute_region(self, node: str, tile: Tile, source: str = "images") -> Tile:
         """Return the pixels of the image, or of an earlier value, on which the pixels `tile` of a value depend."""
         hulls = [spans.find_hull(span) for spans, span in zip(self.get_spans(node, source), tile, strict=True)]
-        return Tile(*hulls) if all(hulls) else Tile(Span(0, 0), Span(0, 0))
+        return Tile(*hulls) if all(hulls) else Tile(*(Span(0, 0) for _ in hulls))
 
-    def get_spans(self, node: str, source: str = "images") -> tuple[FieldSpans, FieldSpans]:
-        """Return the spans of the source for each row and for each column of a value. Raises PlanError as above."""
-        rows, cols = self.get_size_px(node)
-        nothing = tuple(FieldSpans(np.full(size, _NOWHERE), np.full(size, -1)) for size in (rows, cols))
-        return self._trace(source).get(node, nothing)  # type: ignore[return-value]
+    def get_spans(self, node: str, source: str = "images") -> tuple[FieldSpans, ...]:
+        """Return the spans of the source for each position of a value, axis by axis. Raises PlanError as above."""
+        nothing = tuple(FieldSpans(np.full(size, _NOWHERE), np.full(size, -1)) for size in self.get_size_px(node))
+        return self._trace(source).get(node, nothing)
 
     def has_pixels(self, node: str) -> bool:
-        """Return whether a node's value has rows and columns; a flattened one has not."""
+        """Return whether a node's value has pixels along sharded axes; a flattened one has not."""
         value = self._builder.values.get(node)
         return value is not None and bool(value.places)
 
@@ -163,7 +162,8 @@ class ReceptiveFields:
     @cached_property
     def _builder(self) -> Builder:
         """The whole model built for one rank, which records what each operator reads."""
-        plan = Plan(split_size=1, spatial_size=0)
+        axes = len(self.graph.inputs["images"].shape) - 2
+        plan = Plan(split_size=1, slice_method="x".join("1" * axes))
         return Lowering(self.graph, plan).get_builder(Role(0, 0))
 
     @cached_property

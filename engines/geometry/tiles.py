@@ -14,6 +14,9 @@ from mpi4dl_nb.engines.errors import PlanError
 Axes = tuple[int, ...]
 """Axes of a tensor, counted from the end."""
 
+AXIS_NAMES = ("planes", "rows", "columns")
+"""The axes of a volume; those of an image are the last two of them, and that of a signal is the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -106,9 +109,9 @@ class Tile(tuple[Span, ...]):
             )
 
     @property
-    def sides(self) -> tuple[int, int, int, int]:
-        """First row, first column, last row + 1 and last column + 1 of a tile of an image, as pages are sent them."""
-        return self.rows.start, self.cols.start, self.rows.stop, self.cols.stop
+    def sides(self) -> tuple[int, ...]:
+        """The first position along each axis, and then the last one + 1 along each, as pages are sent them."""
+        return *(span.start for span in self), *(span.stop for span in self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,6 +139,15 @@ class Tile(tuple[Span, ...]):
         (slice(1, 3, None),)
         """
         return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(self, other, strict=True))
+
+    def describe(self, names: Sequence[str] = ()) -> str:
+        """Return a text such as `rows 0 to 7, columns 2 to 5`; `names` are those of the axes, by default `AXIS_NAMES`.
+
+        >>> Tile.whole(8, 4).describe(), Tile.whole(4).describe()
+        ('rows 0 to 7, columns 0 to 3', 'columns 0 to 3')
+        """
+        named = zip(names or AXIS_NAMES[-len(self) :], self, strict=True)
+        return ", ".join(f"{name} {span.start} to {span.stop - 1}" for name, span in named)
 
     def replace_span(self, number: int, span: Span) -> Tile:
         """Return the tile with another span along its sharded axis `number`."""
@@ -178,11 +190,8 @@ class Plane(NamedTuple):
         >>> str(Plane(Span(2, 4), (-2, -1), Tile.whole(8, 8)))
         'rows 0 to 7, columns 0 to 7 of images 2 to 3'
         """
-        names = ("rows", "columns") if self.axes else ("images", "numbers")
-        named = zip(names, self.tile, strict=True)
-        spans = ", ".join(f"{name} {span.start} to {span.stop - 1}" for name, span in named)
         images = f" of images {self.images.start} to {self.images.stop - 1}" if self.axes and self.images else ""
-        return spans + images
+        return self.tile.describe(() if self.axes else ("images", "numbers")) + images
 
 
 class Grid(tuple[int, ...]):

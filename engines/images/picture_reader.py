@@ -67,6 +67,8 @@ class Picture(ABC):
     once. A subclass implements only the reading of rectangles inside a level.
     """
 
+    channels = 3
+
     def __init__(self, name: str, levels: Sequence[Level], microns_per_px: float | None = None) -> None:
         self.name, self.levels, self.microns_per_px = name, tuple(levels), microns_per_px
         self.bytes_read, self._lock = 0, threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import nn
 
@@ -13,15 +14,25 @@ from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans, ReceptiveField, ReceptiveFields
 from mpi4dl_nb.engines.errors import ImageError, PlanError
 from mpi4dl_nb.engines.formatting import FactTable, describe_unknown, format_bytes
-from mpi4dl_nb.engines.geometry.tiles import Axes, Move, Tile, compute_moves
+from mpi4dl_nb.engines.geometry.tiles import AXIS_NAMES, Axes, Move, Tile, compute_moves
 from mpi4dl_nb.engines.geometry.windows import Shift, compute_halo_widths, compute_window
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, TensorSpec
-from mpi4dl_nb.engines.images.picture_reader import Picture
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
 from mpi4dl_nb.engines.program.effects import LocalOp, select_kind
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
+
+
+class Shown(Protocol):
+    """What is drawn in tiles: a picture, or a volume or signal in memory."""
+
+    name: str
+    channels: int
+    microns_per_px: float | None
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the sizes along the sharded axes: rows and columns of a picture."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,8 +53,21 @@ class HaloPoint(FactTable):
     computed: Mapping[int, Tile] = field(default_factory=dict)
 
     caption = "Halo exchange"
-    unit = "px of this layer"  # of rows and columns
-    halo_words = "halo: what this tile borrows"  # in a legend
+
+    @property
+    def unit(self) -> str:
+        """The unit of rows and columns."""
+        return "px of this layer" if self.readers else "px"
+
+    @property
+    def halo_words(self) -> str:
+        """What the halo is called in a legend."""
+        return "halo: what this tile borrows"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the sharded axes: planes, rows and columns."""
+        return AXIS_NAMES[-len(self.sizes) :]
 
     @property
     def facts(self) -> dict[str, object]:
@@ -165,14 +189,15 @@ class HaloPoint(FactTable):
         A volume has `before` and `behind`, too, and a signal only `left` and `right`. Raises PlanError if the rank is
         none of the stage.
         """
-        reads, tile = self.get_window(rank), self.tiles[rank]
-        spans = zip(tile, reads, self.sizes, strict=True)
-        sides = _SIDES[-len(self.axes) :]
-        return {
-            name: width
-            for names, (own, reads, size) in zip(sides, spans, strict=True)
-            for name, width in zip(names, compute_halo_widths(own, reads, size), strict=True)
-        }
+        widths = self.compute_axis_widths(rank)
+        named = zip(_SIDES[-len(widths) :], widths, strict=True)
+        return {name: px for names, pair in named for name, px in zip(names, pair, strict=True)}
+
+    def compute_axis_widths(self, rank: int) -> list[tuple[int, int]]:
+        """Return these widths axis by axis, before and behind the tile."""
+        window = self.get_window(rank)
+        spans = zip(self.tiles[rank], window, self.sizes, strict=True)
+        return [compute_halo_widths(own, reads, size) for own, reads, size in spans]
 
 
 _SIDES = (("before", "behind"), ("above", "below"), ("left", "right"))
@@ -184,19 +209,19 @@ def choose_borrower(point: HaloPoint) -> int:
     return point.numbers[max(point.ranks.ranks, key=lambda rank: len(point.find_halo(rank)))]
 
 
-def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan) -> ModelGraph:
+def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Shown, plan: Plan) -> ModelGraph:
     """Return the model's graph, traced at the picture's size if `model` is a module.
 
     Raises ImageError if the model was traced at another size.
     """
     if isinstance(model, nn.Module):
-        model = prepare(model, plan, (plan.parts * plan.local_dp, 3, *picture.shape()))
+        model = prepare(model, plan, (plan.parts * plan.local_dp, picture.channels, *picture.shape()))
     graph = model.graph if isinstance(model, Recipe) else model
     size_px = graph.inputs["images"].shape[2:]
     if size_px != picture.shape():
         raise ImageError(
-            f"The model was traced for images of {size_px[0]} x {size_px[1]} px, but {picture.name} has "
-            f"{picture.shape()[0]} x {picture.shape()[1]}. Prepare it at that size, or pass the model itself."
+            f"The model was traced for images of {' x '.join(map(str, size_px))} px, but {picture.name} has "
+            f"{' x '.join(map(str, picture.shape()))}. Prepare it at that size, or pass the model itself."
         )
     return graph
 
@@ -363,16 +388,16 @@ class HaloLayers:
         return tuple(next((fused[node.name] for node in point.readers if node.name in fused), point) for point in alone)
 
     def get_spans(self, point: HaloPoint) -> tuple[FieldSpans, ...]:
-        """Return the picture's rows on which each row of a layer's output depends, and the columns likewise.
+        """Return what of the picture each position of a layer's output depends on, axis by axis.
 
         Empty if the output has no rows and columns, as that of a layer that flattens.
         """
         node = point.readers[0].name
         return self.fields.get_spans(node) if self.fields.has_pixels(node) else ()
 
-    def compute_field(self, point: HaloPoint, row: int, col: int) -> ReceptiveField:
+    def compute_field(self, point: HaloPoint, *at: int) -> ReceptiveField:
         """Return the receptive field of one pixel of a layer's output."""
-        return self.fields.compute_field(point.readers[0].name, row, col)
+        return self.fields.compute_field(point.readers[0].name, *at)
 
     def describe_fusion(self, stage: int, tile: int, together: int | str) -> str:
         """Compare the halos of a tile in a forward pass: `13 halos, 196.3 KB (D1), against 4 halos, 238.4 KB (D2)`."""
@@ -399,9 +424,11 @@ def get_stage_ranks(plan: Plan, stage: int) -> StageRanks:
     return Layout.of(plan).stages[stage]
 
 
-def make_picture_point(picture: Picture, plan: Plan, stage: int) -> HaloPoint:
+def make_picture_point(picture: Shown, plan: Plan, stage: int) -> HaloPoint:
     """Return a point for the picture itself in the tiles of a stage. It has no readers and borrows nothing."""
     ranks = get_stage_ranks(plan, stage)
     # Ranks that share images hold all pixels of theirs: the first stands for all of them.
     ranks = replace(ranks, ranks=ranks.ranks[: ranks.grid.tiles])
-    return HaloPoint((), stage, ranks, TensorSpec((1, 3, *picture.shape()), plan.held_in))
+    sizes = picture.shape()
+    spec = TensorSpec((1, picture.channels, *sizes), plan.held_in)
+    return HaloPoint((), stage, ranks, spec, tuple(range(-len(sizes), 0)))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
 from mpi4dl_nb.draw.packed_tables import pack_tables
 from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
-from mpi4dl_nb.draw.slicing import describe_tile, format_title
+from mpi4dl_nb.draw.tile_words import describe_tile, format_title
 from mpi4dl_nb.engines.compiler.receptive import FieldSpans
 from mpi4dl_nb.engines.compiler.stages import cut_stages, find_layers
 from mpi4dl_nb.engines.geometry.tiles import Move, Tile, guess_pixel_axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import count, product
 from typing import Any, TypeGuard
@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from PIL import Image
 
-from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.draw.halo_points import HaloPoint, Shown
 from mpi4dl_nb.engines.geometry.tiles import Grid, Span, Tile
 from mpi4dl_nb.engines.images.picture import crop_picture
 from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels, make_thumbnail
@@ -22,12 +22,17 @@ EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
 KEPT = 16  # cached regions
 Pixel = tuple[int, int]
 """Row and column."""
+Position = tuple[int, ...]
+"""A pixel along each axis: (plane, row, column) of a volume."""
 TILE_PX = 256  # as in page/slicer/pyramid.js
 QUALITY = 88  # of JPEG, for levels whose pixels are means anyway
 
 
 class RasterCache:
     """The whole picture and regions of it; those used last are cached."""
+
+    cell_words = "red, green, blue (0 to 255)"
+    cell_order = " (red green blue)"
 
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
@@ -56,6 +61,10 @@ class RasterCache:
         there = Image.fromarray(self.picture.read(y0, x0, rows, cols))
         box = (left - x0, top - y0, right - x0, bottom - y0)
         return np.array(there.resize((len(view.cols), len(view.rows)), Image.Resampling.BOX, box=box))
+
+    def list_cells(self, layer_px: tuple[int, int], view: Tile) -> list[list[list[str]]]:
+        """Return the numbers in each pixel of a small region, row by row, as texts: red, green and blue."""
+        return [[[str(value) for value in pixel] for pixel in row] for row in self.render_region(layer_px, view)]
 
 
 def make_nameless(picture: Picture) -> Picture:
@@ -187,7 +196,7 @@ def _are_integers(values: object, count: int) -> TypeGuard[list[int]]:
 # Places: pixels of layers of different sizes, tiles that own them, seams where tiles borrow.
 
 
-def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
+def make_square(at: Sequence[int], side: int, size_px: Sequence[int]) -> Tile:
     """Return the square of `side` pixels around pixel `at`, shifted and cut so that it is within the image.
 
     >>> make_square((1, 50), 8, (100, 100)).rows
@@ -197,83 +206,77 @@ def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
     return Tile(*(Span(start, min(limit, start + side)) for start, limit in zip(starts, size_px, strict=True)))
 
 
-def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
-    """Return the pixel (row, column) at (x, y); outside the image, the nearest one.
+def clamp_position(at: Sequence[float], sizes: Sequence[int]) -> Position:
+    """Return the pixel at a point; outside the image, the nearest one.
 
-    >>> get_pixel_at(3.7, -0.2, (8, 8))
+    >>> clamp_position((-0.2, 3.7), (8, 8))
     (0, 3)
     """
-    return tuple(min(max(int(coordinate), 0), limit - 1) for coordinate, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
+    return tuple(min(max(int(coordinate), 0), limit - 1) for coordinate, limit in zip(at, sizes, strict=True))
 
 
-def scale_pixel(at: Pixel, size_px: Pixel, other_px: Pixel) -> Pixel:
-    """Return the pixel of a layer of another size that has the middle of pixel `at`.
+def scale_position(at: Sequence[int], sizes: Sequence[int], other: Sequence[int]) -> Position:
+    """Return the pixel of a layer of the sizes `other` that has the middle of pixel `at`.
 
-    >>> scale_pixel((10, 20), (100, 100), (50, 50))
+    >>> scale_position((10, 20), (100, 100), (50, 50))
     (5, 10)
     """
-    down, across = (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
-    return get_pixel_at(across * other_px[1], down * other_px[0], other_px)
+    middles = [(px + 0.5) / size * wanted for px, size, wanted in zip(at, sizes, other, strict=True)]
+    return clamp_position(middles, other)
 
 
-def compute_layer_microns(picture: Picture, size_px: Pixel) -> tuple[float, float] | None:
-    """Return the micrometres of the picture in one row and one column of a layer; None if its scale is not known."""
+def compute_layer_microns(picture: Shown, sizes: Sequence[int]) -> tuple[float, ...] | None:
+    """Return the micrometres of the picture in a pixel of a layer, by axis; None if its scale is not known."""
     if not picture.microns_per_px:
         return None
-    rows, cols = (picture.microns_per_px * px / layer for px, layer in zip(picture.shape(), size_px, strict=True))
-    return rows, cols
+    return tuple(picture.microns_per_px * px / layer for px, layer in zip(picture.shape(), sizes, strict=True))
 
 
-def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
+def clamp_to_tile(grid: Grid, tile: int, at: Sequence[int], sizes: Sequence[int]) -> Position:
     """Return the pixel of a tile that is nearest to pixel `at` of the image.
 
     >>> clamp_to_tile(Grid(2, 2), 0, (50, 20), (100, 100))
     (49, 20)
     """
-    bounds = grid.get_tile(tile, *size_px)
-    row, col = (min(max(px, span.start), span.stop - 1) for px, span in zip(at, bounds, strict=True))
-    return row, col
+    bounds = grid.get_tile(tile, *sizes)
+    return tuple(min(max(px, span.start), span.stop - 1) for px, span in zip(at, bounds, strict=True))
 
 
-def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
+def find_owner(grid: Grid, at: Sequence[int], sizes: Sequence[int]) -> int:
     """Return the number of the tile that owns a pixel of an image.
 
     >>> find_owner(Grid(2, 2), (50, 20), (100, 100))
     2
     """
-    tiles = enumerate(grid.cut(*size_px))
-    return next(index for index, tile in tiles if at[0] in tile.rows and at[1] in tile.cols)
+    tiles = enumerate(grid.cut(*sizes))
+    return next(index for index, tile in tiles if all(px in span for px, span in zip(at, tile, strict=True)))
 
 
-def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
+def find_nearest_seam(point: HaloPoint, rank: int, at: Position) -> Position:
     """Return the pixel on a tile's border to another tile that is nearest to `at`; `at` if there is no other tile.
 
     The borders are those across which the tile reads, or all inner ones if it reads across none.
     """
-    tile, widths, (rows, cols) = point.tiles[rank], point.compute_widths(rank), point.size_px
-    row, col = clamp_to_tile(point.ranks.grid, point.numbers[rank], at, point.size_px)
-    borders = {
-        "above": (tile.rows.start > 0, (tile.rows.start, col)),
-        "below": (tile.rows.stop < rows, (tile.rows.stop, col)),
-        "left": (tile.cols.start > 0, (row, tile.cols.start)),
-        "right": (tile.cols.stop < cols, (row, tile.cols.stop)),
-    }
+    near = clamp_to_tile(point.ranks.grid, point.numbers[rank], at, point.sizes)
+    inner: list[tuple[int, Position]] = []  # the width of the halo beyond each inner border, and its pixel
+    bounds = zip(point.tiles[rank], point.sizes, point.compute_axis_widths(rank), strict=True)
+    for axis, (span, size, widths) in enumerate(bounds):
+        for border, outer, width in ((span.start, 0, widths[0]), (span.stop, size, widths[1])):
+            if border != outer:
+                inner.append((width, (*near[:axis], border, *near[axis + 1 :])))
     # The outer edges of the image are no seams. With a stride, windows may reach beyond a tile on one side only, so
     # that a tile can have neighbours from which it borrows nothing.
-    inner = {side: pixel for side, (has, pixel) in borders.items() if has}
-    reads = {side: pixel for side, pixel in inner.items() if widths[side]} or inner
-    return min(reads.values(), key=lambda pixel: abs(pixel[0] - at[0]) + abs(pixel[1] - at[1]), default=at)
+    seams = [pixel for width, pixel in inner if width] or [pixel for _, pixel in inner]
+    return min(seams, key=lambda pixel: sum(abs(px - to) for px, to in zip(pixel, at, strict=True)), default=at)
 
 
-def choose_seam(point: HaloPoint, rank: int) -> Pixel:
+def choose_seam(point: HaloPoint, rank: int) -> Position:
     """Return the pixel of the tile's border at the smallest piece that it reads, such as a corner; else on a seam."""
     pieces = [move.tile for move in point.find_halo(rank)]
     tile = point.tiles[rank]
     if not pieces:
-        middle = (tile.rows.start + tile.rows.stop) // 2, (tile.cols.start + tile.cols.stop) // 2
-        return find_nearest_seam(point, rank, middle)
+        return find_nearest_seam(point, rank, tuple((span.start + span.stop) // 2 for span in tile))
     piece = min(pieces, key=lambda tile: tile.pixels)
     # A quarter along the piece, because the arrow of the piece points to its middle.
     quarters = zip([span.start + len(span) / 4 for span in piece], tile, strict=True)
-    row, col = (int(min(max(px, span.start), span.stop)) for px, span in quarters)
-    return row, col
+    return tuple(int(min(max(px, span.start), span.stop)) for px, span in quarters)

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mpi4dl_nb.draw.figure import format_size
-from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint
+from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, Shown
 from mpi4dl_nb.engines.formatting import format_microns
 from mpi4dl_nb.engines.geometry.tiles import Move, Tile, compute_moves
-from mpi4dl_nb.engines.images.picture_reader import Picture
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,9 +28,9 @@ class PictureReach(HaloPoint):
 
     @property
     def facts(self) -> dict[str, object]:
-        rows, cols = self.size_px
         pixels = sum(move.tile.pixels for rank in self.ranks.ranks for move in self.get_receives(rank))
-        return {"layer": self.name, "picture": f"{rows} × {cols} px", "read of other tiles": f"{pixels:,} px"}
+        size = f"{format_size(self.sizes)} px"
+        return {"layer": self.name, "picture": size, "read of other tiles": f"{pixels:,} px"}
 
     def get_window(self, rank: int) -> Tile:
         self._check_rank(rank)
@@ -48,7 +47,7 @@ class PictureReach(HaloPoint):
         return end.join((f"of rank {move.source}:", f"{format_size(move.tile.shape)} px"))
 
 
-def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> PictureReach | None:
+def make_reach(layers: HaloLayers, point: HaloPoint, picture: Shown) -> PictureReach | None:
     """Return what the outputs of a layer read of the picture; None if they are not cut into tiles."""
     if explain_no_reach(layers, point):
         return None
@@ -58,8 +57,9 @@ def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> Pictur
         rank: Tile(*(axis.find_hull(span) for axis, span in zip(spans, tile, strict=True)))
         for rank, tile in zip(point.ranks.ranks, outputs, strict=True)
     }
-    spec = replace(point.spec, shape=(point.spec.shape[0], 3, *picture.shape()))
-    return PictureReach(point.readers, point.stage, point.ranks, spec, seen=seen)
+    sizes = picture.shape()
+    spec = replace(point.spec, shape=(point.spec.shape[0], picture.channels, *sizes))
+    return PictureReach(point.readers, point.stage, point.ranks, spec, tuple(range(-len(sizes), 0)), seen=seen)
 
 
 def explain_no_reach(layers: HaloLayers, point: HaloPoint) -> str:

@@ -25,7 +25,7 @@ from mpi4dl_nb.draw.navigation import RasterCache, compute_layer_microns
 from mpi4dl_nb.draw.plain_text import PlainCanvas
 from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.formatting import format_microns
-from mpi4dl_nb.engines.geometry.tiles import Move, Tile
+from mpi4dl_nb.engines.geometry.tiles import AXIS_NAMES, Move, Tile
 from mpi4dl_nb.engines.images.picture_reader import Picture, Pixels
 from mpi4dl_nb.engines.plan.layout import StageRanks
 
@@ -91,14 +91,20 @@ OTHER_HALO: Style = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "lin
 TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
 
 
-def draw_picture(axes: Axes, rasters: RasterCache, size_px: tuple[int, int], unit: str = "px") -> None:
-    """Draw the whole picture in a layer's pixel coordinates."""
+def draw_picture(
+    axes: Axes,
+    rasters: RasterCache,
+    size_px: tuple[int, int],
+    unit: str = "px",
+    names: Sequence[str] = AXIS_NAMES[-2:],
+) -> None:
+    """Draw the whole picture in a layer's pixel coordinates. `names` are those of the axes, down and to the right."""
     height, width = size_px
     _show_pixels(axes, rasters.whole, Tile.whole(height, width))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
-    axes.set_xlabel(f"column, {unit}", fontsize=9)
-    axes.set_ylabel(f"row, {unit}", fontsize=9)
+    axes.set_xlabel(f"{names[1].removesuffix('s')}, {unit}", fontsize=9)
+    axes.set_ylabel(f"{names[0].removesuffix('s')}, {unit}", fontsize=9)
     axes.tick_params(labelsize=9)
 
 
@@ -127,14 +133,27 @@ def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:
     axes.imshow(pixels, extent=extent, aspect="auto")
 
 
-def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
-    """Draw an outline `gap` px inside each tile. Neighbours differ in colour and in line style."""
+def draw_tiles(
+    axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float = 0, chosen: int | None = None
+) -> None:
+    """Draw an outline inside each tile, `gap` of the longer side of the axes from its edge.
+
+    Neighbours differ in colour and in line style.
+    """
+    # In data units, which are longer on one axis if the picture is stretched.
+    box, shown = axes.bbox, axes.viewLim
+    down, across = (
+        gap * max(box.width, box.height) * abs(units) / room
+        for units, room in ((shown.height, box.height), (shown.width, box.width))
+    )
     for rank, tile in tiles.items():
+        if not tile:  # a section of a volume does not meet all tiles
+            continue
         colour, line = get_tile_look(ranks, rank)
         width, level = (3.5, 6) if rank == chosen else (2.0, 4)
         # Inside the tile, or the outlines of two neighbours would cover each other.
-        corner = tile.cols.start + gap, tile.rows.start + gap
-        size = len(tile.cols) - 2 * gap, len(tile.rows) - 2 * gap
+        corner = tile.cols.start + across, tile.rows.start + down
+        size = len(tile.cols) - 2 * across, len(tile.rows) - 2 * down
         # A white line below the coloured one: tissue has any colour.
         for under, tint, style in ((3.0, "white", "solid"), (0.0, colour, line)):
             outline = Rectangle(corner, *size, fill=False, edgecolor=tint, linestyle=style, zorder=level)
@@ -153,6 +172,8 @@ def label_tiles(
         lettered: dict[int, Text] = {}
         for rank, tile_number in names.items():
             tile, text = tiles[rank], form.format(tile=tile_number, rank=rank)
+            if not tile:
+                continue
             right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
             corner = tile.cols.stop if right else tile.cols.start, tile.rows.stop if low else tile.rows.start
             inwards = -1.2 * size if right else 1.2 * size, 1.2 * size if low else -1.2 * size
@@ -176,14 +197,21 @@ def tint_halo(colour: str, look: Style = HALO) -> Style:
 
 
 def get_tile_look(ranks: StageRanks, rank: int) -> tuple[str, LineStyleType]:
-    """Return colour and line of a rank's tile. Neighbours differ in colour, corners included."""
-    row, col = divmod(ranks.ranks.index(rank), ranks.grid.cols)
-    return LOOKS[2 * (row % 2) + col % 2]
+    """Return colour and line of a rank's tile. Neighbours differ in colour in any section, corners included."""
+    # Of a volume, both alternations begin anew with each plane of tiles: a neighbour before or behind differs in both.
+    #
+    #     planes of tiles    0        1
+    #                        0 1      3 2
+    #                        2 3      1 0
+    *before, row, col = (0, *map(int, np.unravel_index(ranks.ranks.index(rank), ranks.grid)))
+    return LOOKS[2 * ((row + sum(before)) % 2) + (col + sum(before)) % 2]
 
 
 def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:
     """Draw an arrow for each piece that a rank borrows. Label the arrows if all labels fit; return the labels."""
     tiles, pieces = point.tiles, point.get_receives(rank)
+    if not tiles[rank]:  # a section that only meets its halo
+        return {}
     # One label per source in the source's tile, and one for the tile itself. If one of them has no room, all are left
     # out, and the words beside the picture list the sources.
     texts = {move.source: point.describe_move(move, "\n") for move in pieces}
@@ -258,11 +286,11 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     if in_cells:
         axes.hlines(range(rows.start + 1, rows.stop), cols.start, cols.stop, color="white", linewidth=0.7, zorder=1)
         axes.vlines(range(cols.start + 1, cols.stop), rows.start, rows.stop, color="white", linewidth=0.7, zorder=1)
-    draw_tiles(axes, point.ranks, point.tiles, gap=0, chosen=rank)
+    draw_tiles(axes, point.ranks, point.tiles, chosen=rank)
     draw_halos(axes, point.ranks, point.get_receives(rank))
     draw_halos(axes, point.ranks, point.find_redundant_moves(rank), COMPUTED)
     if values:
-        _write_values(axes, pixels, ground, view, point, rank)
+        _write_values(axes, rasters, ground, view, point, rank)
     # The outlines of tiles beyond the view have moved the limits.
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
@@ -291,8 +319,9 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
             axes.text(1.05, sum(ends) / 2, words, ha="left", va="center", transform=beside, fontsize=9)
 
 
-def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point: HaloPoint, rank: int) -> None:
-    """Write red, green and blue of each pixel into its cell of the colour `ground`, below its owner if it is lent."""
+def _write_values(axes: Axes, rasters: RasterCache, ground: Pixels, view: Tile, point: HaloPoint, rank: int) -> None:
+    """Write the numbers of each pixel into its cell of the colour `ground`, below its owner if it is lent."""
+    cells = rasters.list_cells(point.size_px, view)
     notes: dict[tuple[int, int], str] = {}
     for sign, pieces in (("from", point.get_receives(rank)), ("of", point.find_redundant_moves(rank))):
         for move in pieces:
@@ -304,7 +333,7 @@ def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point:
     style: Style = {"ha": "center", "va": "center", "linespacing": 1, "zorder": 7}
     style["fontsize"] = size_px * 72 / axes.figure.dpi
     for row, col in np.ndindex(view.shape):
-        lines = [str(value) for value in pixels[row, col]]
+        lines = cells[row][col]
         if note := notes.get((row, col)):
             look: Style = {"color": INK, "bbox": PAPER}
             lines.insert(0, note)

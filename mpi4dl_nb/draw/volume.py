@@ -1,0 +1,116 @@
+"""Volumes and signals in memory, whose sections are pictures in grey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpi4dl_nb.draw.navigation import RasterCache
+from mpi4dl_nb.draw.sections import Section
+from mpi4dl_nb.engines.checks import is_integer
+from mpi4dl_nb.engines.errors import ImageError
+from mpi4dl_nb.engines.formatting import format_number
+from mpi4dl_nb.engines.geometry.tiles import Tile, find_compact_grid
+from mpi4dl_nb.engines.images.picture import Source, open_image
+from mpi4dl_nb.engines.images.picture_reader import ArrayPicture, Picture, Pixels
+from mpi4dl_nb.engines.plan import Plan
+
+KEPT = 12  # cached sections
+WHITE = 255
+
+
+class SectionRasters(RasterCache):
+    """A section of a volume: a picture of the grey of its numbers (rows, columns), and the numbers."""
+
+    cell_words, cell_order = "number", ""
+
+    def __init__(self, name: str, grey: Pixels, values: NDArray[Any]) -> None:
+        super().__init__(ArrayPicture(name, np.repeat(grey[..., None], 3, axis=2)))
+        self.values = values
+
+    def list_cells(self, layer_px: tuple[int, int], view: Tile) -> list[list[list[str]]]:
+        assert layer_px == self.values.shape, "numbers are written where a layer reads the volume itself"
+        part = self.values[view.to_slices(Tile.whole(*layer_px))]
+        return [[[format_number(float(value))] for value in row] for row in part]
+
+
+class Volume:
+    """One channel of a volume (C, D, H, W), or of a signal (C, L), of which sections are drawn in grey.
+
+    One scale of grey holds for all sections: `low`, the least number of the channel, is black, and `high` is white.
+    """
+
+    microns_per_px: float | None = None  # a tensor has no unit of length
+
+    def __init__(self, tensor: torch.Tensor, channel: int = 0) -> None:
+        if tensor.dim() not in (2, 4) or not tensor.numel():
+            raise ImageError(
+                f"The tensor has shape {tuple(tensor.shape)}, but a volume is (C, D, H, W) and a signal (C, L): one of "
+                "a batch, such as volumes[0]."
+            )
+        if not is_integer(channel) or not 0 <= channel < len(tensor):
+            raise ImageError(f"channel={channel!r} is none of the {len(tensor)} channels: use 0 to {len(tensor) - 1}.")
+        self.name = "volume" if tensor.dim() == 4 else "signal"
+        self.channels, self.channel = len(tensor), channel
+        plain = tensor[channel].detach().cpu()
+        self.values: NDArray[Any] = (plain.float() if plain.dtype is torch.bfloat16 else plain).numpy()
+        self.get_rasters = lru_cache(KEPT)(self._make_rasters)
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the sizes along planes, rows and columns."""
+        return self.values.shape
+
+    @cached_property
+    def span(self) -> tuple[float, float]:
+        """The least and the largest finite number: black and white."""
+        known = self.values[np.isfinite(self.values)]
+        return (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+
+    @property
+    def scale_words(self) -> str:
+        """The scale of grey, in words."""
+        low, high = map(format_number, self.span)
+        of = f" of channel {self.channel} of {self.channels}" if self.channels > 1 else ""
+        return f"Grey shows the numbers{of} from {low} (black) to {high} (white)"
+
+    def make_grey(self, values: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return numbers as grey from 0 to 255. What is no finite number is black or white, or 0 if it is none."""
+        low, high = self.span
+        shares = np.nan_to_num((values.astype(np.float64) - low) / ((high - low) or 1), nan=0, posinf=1, neginf=0)
+        return np.rint(shares * WHITE).astype(np.uint8)
+
+    def _make_rasters(self, section: Section) -> RasterCache:
+        values = section.select(self.values)
+        return SectionRasters(self.name, self.make_grey(values), values)
+
+
+def open_shown(source: Source | Volume, plan: Plan, channel: int | None = None) -> Picture | Volume:
+    """Open what is drawn in tiles: a picture as `open_image` does, or a volume (C, D, H, W) or signal (C, L) in memory.
+
+    Raises ImageError if it is neither, or if the plan cuts other axes.
+    """
+    axes = len(plan.grids[0])
+    if not (isinstance(source, Volume) or (isinstance(source, torch.Tensor) and source.dim() != 3)):
+        picture = open_image(source)
+        if channel is not None:
+            raise ImageError(f"channel={channel!r} is of volumes and signals. A picture has colours: leave it out.")
+        if axes != 2:
+            raise _make_axes_error(picture.shape(), plan, "Give a volume as a tensor (C, D, H, W), a signal as (C, L)")
+        return picture
+    volume = source if isinstance(source, Volume) else Volume(source, channel or 0)
+    if axes != len(volume.shape()):
+        raise _make_axes_error(volume.shape(), plan, "A picture is a tensor (C, H, W), such as images[0] of a batch")
+    return volume
+
+
+def _make_axes_error(sizes: Sequence[int], plan: Plan, other: str) -> ImageError:
+    grid = plan.grids[0]
+    return ImageError(
+        f"The plan cuts along {len(grid)} axes ({grid} tiles), but this has {len(sizes)}, of sizes "
+        f"{' x '.join(map(str, sizes))}. Use slice_method='{find_compact_grid(sizes, grid.tiles)}'. {other}."
+    )
