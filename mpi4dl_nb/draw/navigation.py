@@ -159,7 +159,7 @@ def are_tiles(places: object, picture: Picture) -> bool:
         return False
     sides, levels = picture.shape(), range(count_levels(picture))
     for tile in places:
-        if not _are_integers(tile, 3) or tile[0] not in levels:  # a level is a power of two: checked before it is used
+        if not are_integers(tile, 3) or tile[0] not in levels:  # a level is a power of two: checked before it is used
             return False
         level, *at = tile
         if not all(index >= 0 and index * (TILE_PX << level) < px for index, px in zip(at, sides, strict=True)):
@@ -167,7 +167,7 @@ def are_tiles(places: object, picture: Picture) -> bool:
     return True
 
 
-def is_view(place: object, size_px: Pixel) -> bool:
+def is_view(place: object, size_px: Sequence[float]) -> bool:
     """Return whether this is a view of a picture: the row and column of its middle, and its side.
 
     A view may reach beyond the picture, but not farther than the picture is long.
@@ -175,7 +175,7 @@ def is_view(place: object, size_px: Pixel) -> bool:
     >>> is_view([50, -3, 20], (100, 200)), is_view([50, 10**9, 20], (100, 200)), is_view([50], (100, 200))
     (True, False, False)
     """
-    if not _are_integers(place, 3):
+    if not are_integers(place, 3):
         return False
     *middle, side = place
     most = max(size_px)
@@ -184,12 +184,18 @@ def is_view(place: object, size_px: Pixel) -> bool:
 
 def is_picked(pixels: object, layer: Mapping[str, Any]) -> bool:
     """Return whether this is a pixel of what a layer reads, and one of its output; `layer` are its facts."""
-    sizes = [layer[name] for name in ("rows", "columns", "out_rows", "out_columns")]
     # An output without rows and columns has none to choose: the page sends zeros.
-    return _are_integers(pixels, 4) and all(0 <= at < max(1, px) for at, px in zip(pixels, sizes, strict=True))
+    sizes = [*layer["sizes"], *(layer["out_sizes"] or [1] * len(layer["sizes"]))]
+    return are_integers(pixels, len(sizes)) and all(0 <= at < px for at, px in zip(pixels, sizes, strict=True))
 
 
-def _are_integers(values: object, count: int) -> TypeGuard[list[int]]:
+def get_picked_output(pixels: Sequence[int]) -> Sequence[int]:
+    """Return the pixel of a layer's output that was picked, with that of what it reads before it."""
+    return pixels[len(pixels) // 2 :]
+
+
+def are_integers(values: object, count: int) -> TypeGuard[list[int]]:
+    """Return whether this is a list of so many whole numbers."""
     return isinstance(values, list) and len(values) == count and all(type(value) is int for value in values)
 
 
@@ -215,7 +221,7 @@ def clamp_position(at: Sequence[float], sizes: Sequence[int]) -> Position:
     return tuple(min(max(int(coordinate), 0), limit - 1) for coordinate, limit in zip(at, sizes, strict=True))
 
 
-def scale_position(at: Sequence[int], sizes: Sequence[int], other: Sequence[int]) -> Position:
+def scale_position(at: Sequence[int], sizes: Sequence[float], other: Sequence[int]) -> Position:
     """Return the pixel of a layer of the sizes `other` that has the middle of pixel `at`.
 
     >>> scale_position((10, 20), (100, 100), (50, 50))

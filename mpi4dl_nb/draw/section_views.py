@@ -5,13 +5,12 @@ A picture has one section only, itself; `slicing.py` draws that. A signal is one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
 
 from mpi4dl_nb.draw.figure import CASING, INK, Drawing, Style
-from mpi4dl_nb.draw.halo_points import HaloPoint
+from mpi4dl_nb.draw.halo_points import HaloPoint, Shown
 from mpi4dl_nb.draw.navigation import (
     Position,
     RasterCache,
@@ -21,7 +20,7 @@ from mpi4dl_nb.draw.navigation import (
     make_square,
     scale_position,
 )
-from mpi4dl_nb.draw.sections import Section, SectionPoint, list_sections
+from mpi4dl_nb.draw.sections import Section, SectionPoint, limit_aspect, list_sections
 from mpi4dl_nb.draw.slicing_parts import (
     LayerView,
     draw_layer,
@@ -45,8 +44,6 @@ from mpi4dl_nb.engines.compiler.receptive import ReceptiveField
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.formatting import describe_unknown
 from mpi4dl_nb.engines.geometry.tiles import AXIS_NAMES, Tile
-
-LEAST_SHARE = 0.25  # of a panel's longer side: a stack of few planes is drawn thicker than it is
 
 
 def resolve_along(name: str | None, axes: int) -> int:
@@ -76,7 +73,7 @@ class SectionView:
     @property
     def aspect(self) -> tuple[float, float]:
         """The sides of a panel for the whole section."""
-        return _limit_aspect(self.point.size_px)
+        return limit_aspect(self.point.size_px)
 
 
 def make_views(volume: Volume, point: HaloPoint, at: Position, along: int) -> list[SectionView]:
@@ -86,11 +83,6 @@ def make_views(volume: Volume, point: HaloPoint, at: Position, along: int) -> li
         SectionView(section, SectionPoint.of(point, section), volume.get_rasters(Section(section.axes, there)))
         for section in sorted(list_sections(at), key=lambda section: along in section.axes)
     ]
-
-
-def _limit_aspect(sides: Sequence[int]) -> tuple[float, float]:
-    rows, cols = sides
-    return max(rows, LEAST_SHARE * cols), max(cols, LEAST_SHARE * rows)
 
 
 def draw_sections(volume: Volume, point: HaloPoint, tile: int | None, view: LayerView) -> Drawing:
@@ -105,7 +97,7 @@ def draw_sections(volume: Volume, point: HaloPoint, tile: int | None, view: Laye
     words = _describe_views(volume, point, rank, view, first, place)
     pieces = [point.describe_move(move) for move in point.get_receives(rank)]
     title, values = format_title(volume, point), []
-    large = first.aspect if place is None else _limit_aspect(place.size_px)
+    large = first.aspect if place is None else limit_aspect(place.size_px)
     listed = [*words, *truncate_lines(pieces)]
     figure, main, sides, _ = make_panels(large, [each.aspect for each in small], title, listed)
     panels = [*zip(sides, small, strict=True)]
@@ -139,8 +131,17 @@ def choose_position(volume: Volume, point: HaloPoint, rank: int, view: LayerView
     if view.field and view.field.image:
         middle = [(span.start + span.stop) // 2 for span in view.field.image]
         return scale_position(middle, sizes, point.sizes)
-    # Within the tile, so that all sections show the tile and its neighbours beside it.
+    return choose_tile_position(point, rank)
+
+
+def choose_tile_position(point: HaloPoint, rank: int) -> Position:
+    """Return the pixel of a tile where it borrows from most: all sections show the tile and its neighbours there."""
     return clamp_to_tile(point.ranks.grid, point.numbers[rank], choose_seam(point, rank), point.sizes)
+
+
+def choose_image_position(image: Shown, point: HaloPoint, tile: int) -> Position:
+    """Return that pixel of the image itself."""
+    return scale_position(choose_tile_position(point, point.ranks.ranks[tile]), point.sizes, image.shape())
 
 
 def _describe_views(

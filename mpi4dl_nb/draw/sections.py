@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mpi4dl_nb.draw.halo_points import HaloPoint
 from mpi4dl_nb.engines.geometry.tiles import AXIS_NAMES, Move, Span, Tile
 
+LEAST_SHARE = 0.25  # of the longer side that is drawn
 ROW = Span(0, 1)
 """The rows of a signal."""
 
@@ -73,6 +74,16 @@ def list_sections(at: Sequence[int]) -> tuple[Section, ...]:
     """
     pairs = reversed([*combinations(range(len(at)), min(2, len(at)))])
     return tuple(Section(axes, tuple(at)) for axes in pairs)
+
+
+def limit_aspect(sides: Sequence[int]) -> tuple[float, float]:
+    """Return the rows and columns as which a section is drawn: a stack of few planes is drawn thicker than it is.
+
+    >>> limit_aspect((30, 40)), limit_aspect((4, 40))
+    ((30, 40), (10.0, 40))
+    """
+    rows, cols = sides
+    return max(rows, LEAST_SHARE * cols), max(cols, LEAST_SHARE * rows)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -21,6 +21,7 @@ from mpi4dl_nb.draw.halo_points import (
 from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, clamp_position, make_square, scale_position
 from mpi4dl_nb.draw.picture_reach import explain_no_reach, make_reach
 from mpi4dl_nb.draw.section_views import draw_sections, resolve_along
+from mpi4dl_nb.draw.sections import limit_aspect, list_sections
 from mpi4dl_nb.draw.slicing_parts import (
     OUTLINE_GAP,
     WHOLE,
@@ -67,14 +68,31 @@ READINGS = ("layer", "picture")
 
 
 def make_layer_view(
-    place: Sequence[int], point: HaloPoint, picture: Shown, field: ReceptiveField | None, remarks: Sequence[str]
+    place: Sequence[int],
+    point: HaloPoint,
+    picture: Shown,
+    field: ReceptiveField | None,
+    remarks: Sequence[str],
+    position: Sequence[int] = (),
+    large: int = 0,
 ) -> LayerView:
-    """Return the view of a layer at a place of the picture: its row, column and side in pixels; whole without one."""
+    """Return the view of a layer at a place of the picture: its row, column and side in pixels; whole without one.
+
+    Of a volume, the place is one of the section `large` through `position`.
+    """
+    sizes, several = picture.shape(), len(picture.shape()) > 2
+    at = scale_position(position, sizes, point.sizes) if several else None
+    section = list_sections(at or (0,) * len(sizes))[large]
+    along = section.across[0] if several else 0
     if not place:
-        return LayerView(None, None, field, tuple(remarks))
-    at = scale_position((place[0], place[1]), picture.shape(), point.size_px)
-    side = max(1, round(place[2] * point.size_px[0] / picture.shape()[0]))
-    return LayerView(side, at, field, tuple(remarks))
+        return LayerView(None, at, field, tuple(remarks), along)
+    scene = limit_aspect(section.cut(Tile.whole(*sizes)).size_px)
+    within = section.cut(Tile.whole(*point.sizes)).size_px
+    middle = scale_position(place[:2], scene, within)[-len(section.axes) :]
+    moved = dict(zip(section.axes, middle, strict=True))
+    at = tuple(moved.get(axis, px) for axis, px in enumerate(section.at))
+    side = max(1, round(place[2] * max(px / drawn for px, drawn in zip(within, scene, strict=True))))
+    return LayerView(side, at, field, tuple(remarks), along)
 
 
 def show_slicing(

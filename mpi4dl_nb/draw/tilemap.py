@@ -197,14 +197,19 @@ def tint_halo(colour: str, look: Style = HALO) -> Style:
 
 
 def get_tile_look(ranks: StageRanks, rank: int) -> tuple[str, LineStyleType]:
-    """Return colour and line of a rank's tile. Neighbours differ in colour in any section, corners included."""
+    """Return colour and line of a rank's tile."""
+    return LOOKS[find_look(ranks, rank)]
+
+
+def find_look(ranks: StageRanks, rank: int) -> int:
+    """Return which of `TILE_COLOURS` a rank's tile has. Neighbours differ in any section, corners included."""
     # Of a volume, both alternations begin anew with each plane of tiles: a neighbour before or behind differs in both.
     #
     #     planes of tiles    0        1
     #                        0 1      3 2
     #                        2 3      1 0
     *before, row, col = (0, *map(int, np.unravel_index(ranks.ranks.index(rank), ranks.grid)))
-    return LOOKS[2 * ((row + sum(before)) % 2) + (col + sum(before)) % 2]
+    return 2 * ((row + sum(before)) % 2) + (col + sum(before)) % 2
 
 
 def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zlib
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -9,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
-from mpi4dl_nb.draw.navigation import RasterCache
-from mpi4dl_nb.draw.sections import Section
+from mpi4dl_nb.draw.navigation import RasterCache, are_integers
+from mpi4dl_nb.draw.packed_tables import pack_tables
+from mpi4dl_nb.draw.sections import Section, list_sections
 from mpi4dl_nb.engines.checks import is_integer
 from mpi4dl_nb.engines.errors import ImageError
 from mpi4dl_nb.engines.formatting import format_number
@@ -87,6 +91,56 @@ class Volume:
     def _make_rasters(self, section: Section) -> RasterCache:
         values = section.select(self.values)
         return SectionRasters(self.name, self.make_grey(values), values)
+
+
+# What a page gets of a volume: all of it, as coarsely as it must be, and exact sections on request.
+
+MOST_GREY = 1 << 20  # bytes: pixels of the volume that a page has
+
+
+def pack_grey(volume: Volume, most_bytes: int = MOST_GREY) -> bytes:
+    """Return the grey of every few planes, rows and columns, packed: `sizes`, and the bytes `grey`, deflated."""
+    steps = [1] * len(volume.shape())
+    while True:
+        part = volume.values[tuple(slice(step // 2, None, step) for step in steps)]
+        packed = b"" if part.size > MOST_GREY else zlib.compress(volume.make_grey(part).tobytes())
+        if part.size == 1 or 0 < len(packed) <= most_bytes:
+            return pack_tables({"sizes": part.shape, "grey": packed})
+        steps[part.shape.index(max(part.shape))] *= 2
+
+
+def encode_section(volume: Volume, number: int, position: int) -> bytes:
+    """Return one section as a PNG file: `number` is its place in `list_sections`."""
+    section = list_sections([position] * len(volume.shape()))[number]
+    buffer = io.BytesIO()
+    Image.fromarray(volume.make_grey(section.select(volume.values))).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def are_sections(asked: object, sizes: Sequence[int]) -> bool:
+    """Return whether these are sections of a volume of these sizes: [number, position] each.
+
+    >>> are_sections([[0, 4], [2, 7]], (5, 6, 8)), are_sections([[0, 5]], (5, 6, 8)), are_sections([[3, 0]], (5, 6, 8))
+    (True, False, False)
+    """
+    if not isinstance(asked, list) or len(asked) > sum(sizes):
+        return False
+    across = [section.across for section in list_sections([0] * len(sizes))]
+    return all(
+        are_integers(each, 2)
+        and 0 <= each[0] < len(across)
+        and all(0 <= each[1] < sizes[axis] for axis in across[each[0]])
+        for each in asked
+    )
+
+
+def is_position(position: object, sizes: Sequence[int]) -> bool:
+    """Return whether this is a pixel: a number for each axis.
+
+    >>> is_position([4, 5, 7], (5, 6, 8)), is_position([4, 5], (5, 6, 8)), is_position([5, 5, 7], (5, 6, 8))
+    (True, False, False)
+    """
+    return are_integers(position, len(sizes)) and all(0 <= px < size for px, size in zip(position, sizes, strict=True))
 
 
 def open_shown(source: Source | Volume, plan: Plan, channel: int | None = None) -> Picture | Volume:

@@ -11,6 +11,7 @@ import traitlets
 
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
+from mpi4dl_nb.draw.volume import Volume
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.images.picture import Source
 from mpi4dl_nb.training.training import Training
@@ -74,7 +75,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
     """
 
     def __init__(
-        self, training: Training, image: Source, *, save_picture: bool = True, max_height: int | None = None
+        self, training: Training, image: Source | Volume, *, save_picture: bool = True, max_height: int | None = None
     ) -> None:
         self.training, self.selection, self.save_picture = training, Selection(), save_picture
         self._max_height = max_height
@@ -105,7 +106,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
         views = [*part.views, *timeline, self.memory.save_view()]
         return SavedPart(views, remarks=part.remarks, links={"selection": selection}, is_side_by_side=True)
 
-    def _take_over_plan(self, image: Source, panes: Sequence[StillFigure | None]) -> None:
+    def _take_over_plan(self, image: Source | Volume, panes: Sequence[StillFigure | None]) -> None:
         """Make the slicer for the training's plan, in place of the panes of another plan."""
         plan, recipe = self.training.plan, self.training.recipe
         slicer = Slicer(image, plan, recipe, save_picture=self.save_picture, max_height=self._max_height)
@@ -122,7 +123,7 @@ class Workbench(StillFigure, ipywidgets.GridBox):
     def refresh(self) -> None:
         """Show the timeline of the last step, under the training's current plan."""
         if self.training.recipe is not self._recipe:
-            self._take_over_plan(self.slicer.rasters.picture, (self.slicer, self.timeline))
+            self._take_over_plan(self.slicer.image, (self.slicer, self.timeline))
         if self.training.reports:
             shown = self.training.timeline()
             self.selection.counts["event"] = len(shown.events)

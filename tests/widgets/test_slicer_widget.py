@@ -183,7 +183,7 @@ def test_the_net_has_all_layers_and_where_they_borrow(slicer):
     net = slicer.view.facts["net"]
     assert [layer["channels"] for layer in net] == [4, 4, 6, 2]
     assert [layer["tiles"] for layer in net] == [4, 4, 4, 1]
-    assert [layer["rows"] for layer in net] == [96, 48, 48, 1]
+    assert [layer["sizes"][0] for layer in net] == [96, 48, 48, 1]
     assert [point for layer in net for point in layer["points"]] == [0, 1, 2]
 
 
@@ -268,11 +268,11 @@ def test_a_real_slide_is_sliced():
     path = find_shared("CMU-1-Small-Region.svs")
     pytest.importorskip("openslide")
     slicer = Slicer(path, PLAN, Net())
-    rows, cols = slicer.rasters.picture.shape()
+    rows, cols = slicer.image.shape()
     assert f"CMU-1-Small-Region.svs, {rows} × {cols} px (rows × columns), in 2x2 tiles" in slicer.figure.alt
     assert slicer.view.facts["picture"]["microns"] == pytest.approx(0.499)
     assert "µm)" in slicer.view.facts["layers"][0]["words"][0][-2]
-    microns = slicer.rasters.picture.microns_per_px
+    microns = slicer.image.microns_per_px
     assert f"1 right (up to {microns:.3g} µm of the picture)" in slicer.figure.alt
     (tile,) = ask(slicer, (0, 5, 4))
     assert np.array_equal(tile, open_image(path).read(5 * 256, 4 * 256, 256, 256))

@@ -25,13 +25,6 @@ function widenSpan(start, stop, ownStart, ownStop) {
   return [start, stop, 1]; // it lies beside the own tile in the other direction only
 }
 
-/** Return the colours of a tile: four suffice for neighbours, corners included, to differ.
- * @type {(tile: number, columns: number, colours: string[]) => string} */
-export function chooseTileColour(tile, columns, colours) {
-  const row = Math.floor(tile / columns);
-  return colours[2 * (row % 2) + ((tile % columns) % 2)];
-}
-
 /** Return a rectangle of the picture on the screen.
  * @type {(rectangle: Rectangle, transform: Transform) => Rectangle} */
 export function toScreenRectangle([top, left, bottom, right], transform) {
@@ -39,10 +32,10 @@ export function toScreenRectangle([top, left, bottom, right], transform) {
   return [top * scale + y, left * scale + x, bottom * scale + y, right * scale + x];
 }
 
-/** Return the lines between pixels `pixel` px wide, the first of which begins at `offset`, from 0 to `room` px.
- * @type {(pixel: number, offset: number, room: number) => number[]} */
-export function listGridLines(pixel, offset, room) {
+/** Return the lines between pixels `pixel` px wide, the first of which begins at `offset`, from `start` to `stop` px.
+ * @type {(pixel: number, offset: number, start: number, stop: number) => number[]} */
+export function listGridLines(pixel, offset, start, stop) {
   const found = [];
-  for (let at = offset + Math.ceil(-offset / pixel) * pixel; at < room; at += pixel) found.push(at);
+  for (let at = offset + Math.ceil((start - offset) / pixel) * pixel; at < stop; at += pixel) found.push(at);
   return found;
 }

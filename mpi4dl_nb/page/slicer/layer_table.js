@@ -3,9 +3,9 @@
 
 import { isInside, readRectangle } from "../shared/rectangles.js";
 
-/** What a page knows of a layer: the facts and the tables that the kernel has sent. */
+/** What a page knows of a section of a layer: the facts and the tables that the kernel has sent. */
 export class LayerTable {
-  /** @param {LayerFacts} facts
+  /** @param {SectionLayerFacts} facts
    * @param {LayerNumbers} numbers */
   constructor(facts, numbers) {
     this.facts = facts;

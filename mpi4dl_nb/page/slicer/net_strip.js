@@ -15,12 +15,12 @@ const NAMED_HEIGHT = 18; // px of the screen: bars that are lower have no room f
 function layOutNet(net, width) {
   /** @type {(values: number[]) => number} */
   const most = (values) => Math.max(1, ...values.map((value) => Math.log2(value + 1)));
-  const tallest = most(net.map((layer) => Math.max(layer.rows, layer.columns)));
+  const tallest = most(net.map((layer) => Math.max(...layer.sizes)));
   const widest = most(net.map((layer) => layer.channels));
   const slot = width / Math.max(1, net.length);
   return net.map((layer, index) => {
     const wide = Math.max(1.5, slot * (0.25 + 0.6 * (Math.log2(layer.channels + 1) / widest)));
-    const high = Math.max(4, (BASE - 8) * (Math.log2(Math.max(layer.rows, layer.columns) + 1) / tallest));
+    const high = Math.max(4, (BASE - 8) * (Math.log2(Math.max(...layer.sizes) + 1) / tallest));
     return { x: slot * (index + 0.5) - wide / 2, middle: slot * (index + 0.5), slot, width: wide, height: high };
   });
 }
@@ -126,7 +126,7 @@ export class NetStrip {
   /** Return a layer's bar, with its name on it if there is room, and under the pointer anywhere in its slot.
    * @type {(layer: NetLayer, bar: NetBar) => SVGElement} */
   makeBar(layer, { x, middle, slot, width, height }) {
-    const title = `${layer.name}: ${layer.channels} channels of ${layer.rows} × ${layer.columns} px, stage ${layer.stage}, `
+    const title = `${layer.name}: ${layer.channels} channels of ${layer.sizes.join(" × ")} px, stage ${layer.stage}, `
       + (layer.tiles > 1 ? `in ${layer.tiles} tiles` : "whole on each of its ranks");
     const bar = makeSvg("g", {}, makeSvg("title", { text: title }),
       makeSvg("rect", { x: middle - slot / 2, y: 0, width: slot, height: BASE, class: "slot" }),

@@ -42,15 +42,15 @@ export function getTileRectangle([level, row, column], size) {
   return intersectRectangles(scaleRectangle([row, column, row + 1, column + 1], side, side), [0, 0, size[1], size[0]]);
 }
 
-/** Return the name of a tile, for a cache.
- * @type {(tile: PyramidTile) => string} */
+/** Return the name of a tile or a section, for a cache.
+ * @type {(tile: TissueKey) => string} */
 function nameTile(tile) {
   return tile.join("/");
 }
 
 /** The tiles that are on the page, at most `most` of them: those used last are kept. `ask` requests missing ones. */
 export class TileCache {
-  /** @param {(tiles: PyramidTile[]) => void} ask
+  /** @param {(tiles: TissueKey[]) => void} ask
    * @param {number} [most] */
   constructor(ask, most = 400) {
     this.ask = ask;
@@ -64,7 +64,7 @@ export class TileCache {
   }
 
   /** Return the image of a tile, or undefined if it is not here.
-   * @type {(tile: PyramidTile) => TileImage | undefined} */
+   * @type {(tile: TissueKey) => TileImage | undefined} */
   get(tile) {
     const name = nameTile(tile);
     const image = this.images.get(name);
@@ -76,7 +76,7 @@ export class TileCache {
   }
 
   /** Ask for those of `tiles` that are neither here nor on their way, and can be read.
-   * @type {(tiles: PyramidTile[]) => void} */
+   * @type {(tiles: TissueKey[]) => void} */
   want(tiles) {
     const known = [this.images, this.asked, this.failed];
     const missing = tiles.filter((tile) => !known.some((each) => each.has(nameTile(tile))));
@@ -85,7 +85,7 @@ export class TileCache {
   }
 
   /** Keep the image of a tile that has come.
-   * @type {(tile: PyramidTile, image: TileImage) => void} */
+   * @type {(tile: TissueKey, image: TileImage) => void} */
   put(tile, image) {
     this.asked.delete(nameTile(tile));
     this.images.set(nameTile(tile), image);
@@ -97,7 +97,7 @@ export class TileCache {
   }
 
   /** Ask no more for a tile that cannot be read, until `retry`.
-   * @type {(tile: PyramidTile) => void} */
+   * @type {(tile: TissueKey) => void} */
   fail(tile) {
     this.asked.delete(nameTile(tile));
     this.failed.add(nameTile(tile));

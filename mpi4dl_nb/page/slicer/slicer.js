@@ -2,36 +2,32 @@
 
 import { makeButton, makeElement, makeKeyHelp, setText } from "../shared/elements.js";
 import { boundHeight, followModel, makeRender, makeTimer, watchTheme } from "../shared/view_life.js";
-import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
 import { clamp } from "../shared/numbers.js";
-import { PixelReader } from "./pixel_reader.js";
 import { TileCache } from "./pyramid.js";
-import { centreRectangle, countPixels, findCentre, measureRectangle, scaleRectangle } from "../shared/rectangles.js";
 import { unpackTables } from "../shared/tables.js";
-import { Scene } from "./scene.js";
-import {
-  SLICER_KEYS, describeLayer, describePlace, listTileLines, makeClassList, makePieceList,
-} from "./slicer_words.js";
-import {
-  findHalo, paintCursor, paintLabels, paintPicture, paintPrediction, paintScale, paintTiles, paintValues,
-} from "./slicing_paint.js";
-import { getVisible } from "./transform.js";
+import { PlaneSliders } from "./plane_sliders.js";
+import { SectionView } from "./section_view.js";
+import { SLICER_KEYS, VOLUME_KEYS, describeLayer, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
+import { unpackVolume } from "./volume_tissue.js";
 
-const SEAM_PX = 26; // pixels of the layer across a close view of a seam
 /** @type {[Reading, string][]} */
 const READINGS = [["layer", "this layer's halo"], ["picture", "cumulative halo"]];
 
-/** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
-class SlicerView {
+/** The view of one slicer: a strip, and sections of what is shown. It keeps the model's layer, tile and reading. */
+export class SlicerView {
   /** @param {Room<SlicerValues, SlicerContent>} room */
   constructor({ model, el, signal }) {
     this.model = model;
     this.save = makeTimer(signal);
     this.say = makeTimer(signal);
     this.facts = model.get("facts");
-    /** @type {LayerTable[]} */
-    this.tables = [];
+    /** @type {{ facts: LayerFacts, numbers: LayerNumbers }[]} */
+    this.layers = [];
+    /** @type {SectionView[]} */
+    this.sections = [];
+    /** @type {VolumeTissue | undefined} */
+    this.volume = undefined;
     /** @type {TileImage | undefined} */
     this.preview = undefined;
     /** @type {TileImage | undefined} */
@@ -48,41 +44,65 @@ class SlicerView {
     const middle = makeElement("div", { class: "mpi4dl-middle" }, this.stage, this.words);
     this.trouble = makeElement("div", { class: "mpi4dl-trouble", role: "alert" });
     this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
-    this.root.append(this.makeToolbar(), middle, this.status);
+    this.root.append(this.makeToolbar());
+    if (this.facts.sections.length > 1) {
+      this.sliders = new PlaneSliders(this.facts, (position) => this.moveTo(position), (number) => this.enlarge(number));
+      this.root.append(this.sliders.bar);
+    }
+    this.root.append(middle, this.status);
     this.cache = new TileCache((tiles) => model.send({ tiles }));
-    this.pixels = new PixelReader(this.cache);
     this.readFacts();
-    const { rows, columns, name } = this.facts.picture;
-    const keys = SLICER_KEYS.map((pair) => pair.join(": ")).join("; ");
-    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles. ${keys}`, this, signal);
+    this.sections = this.facts.sections.map((_, number) => new SectionView(this, number, this.makeHost(), signal));
     this.stage.append(this.trouble);
     followModel(model, {
       "change:facts change:numbers": () => this.readFacts(),
       "change:layer change:tile change:reading change:fields change:overlaid": () => this.refresh(),
+      "change:position change:large": () => this.refresh(),
       "change:preview change:overlay": () => this.readPictures(),
       "msg:custom": (content, buffers) => this.receive(content, buffers),
     }, signal);
-    watchTheme(() => this.scene.recolour(), signal);
-    boundHeight(this.root, model, () => this.scene.resize(), signal);
+    watchTheme(() => this.sections.forEach(({ scene }) => scene.recolour()), signal);
+    boundHeight(this.root, model, () => this.sections.forEach(({ scene }) => scene.resize()), signal);
     if (this.facts.picture.saved) this.readPictures();
     else model.send({ pictures: true });
     this.refresh();
+  }
+
+  /** Return where a section is drawn: all of the stage, or one of its cells.
+   * @returns {HTMLElement} */
+  makeHost() {
+    if (this.facts.sections.length < 2) return this.stage;
+    return this.stage.appendChild(makeElement("div", { class: "mpi4dl-section" }));
+  }
+
+  /** Whether what is shown is a volume or a signal, in grey. */
+  get isVolume() {
+    return this.facts.picture.span !== null;
+  }
+
+  get large() {
+    return this.sections[clamp(this.model.get("large"), 0, this.sections.length - 1)];
+  }
+
+  /** The pixel through which all sections go. */
+  get position() {
+    return this.model.get("position");
   }
 
   makeToolbar() {
     const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
     /** @type {(text: string, action: () => void, tip: string) => HTMLButtonElement} */
     const add = (text, action, tip) => bar.appendChild(makeButton(text, tip, action));
-    add("zoom in", () => this.scene.zoom(2), "key +");
-    add("zoom out", () => this.scene.zoom(0.5), "key -");
-    add("whole", () => this.scene.showWhole(), "key 0");
+    add("zoom in", () => this.large.scene.zoom(2), "key +");
+    add("zoom out", () => this.large.scene.zoom(0.5), "key -");
+    add("whole", () => this.large.scene.showWhole(), "key 0");
     add("zoom to halo", () => this.showSeam(), "key h: a close view of where the tile borrows");
     for (const [reading, text] of READINGS) {
       this.switches[reading] = add(text, () => this.set("reading", reading), "key c switches between the two");
     }
     this.switches.overlaid = add("predicted map", () => this.set("overlaid", !this.model.get("overlaid")), "key o");
     this.switches.fields = add("receptive fields", () => this.set("fields", !this.model.get("fields")), "key f");
-    bar.append(makeKeyHelp(this.stage, SLICER_KEYS));
+    bar.append(makeKeyHelp(this.stage, [...SLICER_KEYS, ...(this.isVolume ? VOLUME_KEYS : [])]));
     return bar;
   }
 
@@ -99,8 +119,8 @@ class SlicerView {
     if (!this.facts.layers.length || this.facts.bytes !== packed.byteLength) return; // the other half is still to come
     /** @type {LayerNumbers[]} */
     const numbers = unpackTables(packed);
-    this.tables = this.facts.layers.map((layer, at) => new LayerTable(layer, numbers[at]));
-    if (this.scene) this.refresh();
+    this.layers = this.facts.layers.map((facts, at) => ({ facts, numbers: numbers[at] }));
+    if (this.sections.length) this.refresh();
   }
 
   readPictures() {
@@ -110,10 +130,15 @@ class SlicerView {
   /** Show the whole picture and the predicted map over it, if there is one: two image files.
    * @type {(files: Bytes[]) => Promise<void>} */
   async takePictures(files) {
+    if (this.isVolume) {
+      this.volume = files[0].byteLength ? await unpackVolume(unpackTables(files[0])) : undefined;
+      this.requestPaint();
+      return;
+    }
     /** @type {(bytes: Bytes) => Promise<TileImage> | undefined} */
     const decode = (bytes) => (bytes.byteLength ? createImageBitmap(new Blob([bytes])) : undefined);
     [this.preview, this.overlay] = await Promise.all(files.map(decode));
-    this.scene.requestPaint();
+    this.requestPaint();
   }
 
   /** @type {(content: SlicerContent, buffers: Bytes[]) => Promise<void>} */
@@ -121,10 +146,14 @@ class SlicerView {
     if (content.pictures) await this.takePictures(buffers);
     if (!content.tiles) return;
     await Promise.all(content.tiles.map((tile, index) => this.takeTile(tile, buffers[index], content.trouble)));
-    this.scene.requestPaint();
+    this.requestPaint();
   }
 
-  /** @type {(tile: PyramidTile, bytes: Bytes, trouble?: string) => Promise<void>} */
+  requestPaint() {
+    this.sections.forEach(({ scene }) => scene.requestPaint());
+  }
+
+  /** @type {(tile: TissueKey, bytes: Bytes, trouble?: string) => Promise<void>} */
   async takeTile(tile, bytes, trouble) {
     try {
       if (trouble) throw new Error(trouble);
@@ -143,30 +172,38 @@ class SlicerView {
     const again = makeButton("read again", undefined, () => {
       this.cache.retry();
       this.trouble.replaceChildren();
-      this.scene.requestPaint();
+      this.requestPaint();
     });
     this.trouble.replaceChildren(text, again);
   }
 
-  get table() {
-    return this.tables[Math.min(this.model.get("layer"), this.tables.length - 1)];
+  /** The layer that is shown: its facts and its tables. */
+  get layer() {
+    return this.layers[Math.min(this.model.get("layer"), this.layers.length - 1)];
+  }
+
+  /** How many tiles the layer has. */
+  get tiles() {
+    return this.layer.facts.ranks.length;
   }
 
   /** The model's reading, or "layer" where outputs are not cut into tiles whose reach could be shown. */
   get reading() {
-    return this.table.facts.reach ? this.model.get("reading") : "layer";
+    return this.layer.facts.reach ? this.model.get("reading") : "layer";
   }
 
   get tile() {
-    return Math.min(this.model.get("tile"), this.table.tiles - 1);
+    return Math.min(this.model.get("tile"), this.tiles - 1);
   }
 
   /** Show the model's layer, tile and reading in all parts. */
   refresh() {
-    const { table, tile, facts, reading } = this;
-    this.title.textContent = this.title.title = table.facts.title;
+    const { layers, layer, tile, facts, reading } = this, { table } = this.large;
+    this.title.textContent = this.title.title = layer.facts.title;
+    this.sections.forEach((section) => section.host.classList.toggle("large", section.isLarge));
+    this.sliders?.show(this.position, this.sections.indexOf(this.large));
     this.strip.box.hidden = !facts.net.length;
-    this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
+    this.strip.show(facts.net, layers.length, layers.indexOf(layer), (point) => layers[point].facts.title);
     for (const [name] of READINGS) this.switches[name].setAttribute("aria-pressed", String(reading === name));
     for (const name of /** @type {const} */ (["fields", "overlaid"])) {
       this.switches[name].setAttribute("aria-pressed", String(this.model.get(name)));
@@ -176,66 +213,15 @@ class SlicerView {
     const lists = reading === "layer" ? [makePieceList(table, tile, facts.colours)] : [];
     if (facts.prediction && this.model.get("overlaid")) lists.unshift(makeClassList(facts.prediction.classes));
     this.words.replaceChildren(...lines, ...lists);
-    if (this.scene.cursor) this.scene.lookAt(...this.scene.cursor); // what is there may be another pixel now
+    const looked = this.sections.find(({ scene }) => scene.cursor)?.scene;
+    if (looked?.cursor) looked.lookAt(...looked.cursor); // what is there may be another pixel now
     else this.leave();
-    this.scene.requestPaint();
-  }
-
-  // What the scene asks of its owner.
-
-  /** @type {(context: Context, scene: Scene) => void} */
-  paint(context, scene) {
-    const { picture, colours } = this.facts;
-    this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
-    const { overlay, facts } = this;
-    if (overlay && facts.prediction && this.model.get("overlaid")) paintPrediction(context, scene, overlay, facts.prediction.edges);
-    const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
-    paintValues(context, scene, (row, column) => this.pixels.read(row, column));
-    paintLabels(context, scene, this.table, this.tile);
-    if (scene.cursor && this.isInside(...scene.cursor)) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
-    paintScale(context, scene, picture.microns, enlarged);
-  }
-
-  /** Return the layer's pixel at a point, and the pixel of its output at the same place: rows and columns.
-   * @type {(x: number, y: number) => [Pair, Pair]} */
-  findPixels(x, y) {
-    const { facts } = this.table, { rows, columns } = this.facts.picture;
-    /** @type {(down: number, across: number) => Pair} */
-    const find = (down, across) => [Math.floor((y / rows) * down), Math.floor((x / columns) * across)];
-    return [find(facts.rows, facts.columns), find(facts.out_rows, facts.out_columns)];
-  }
-
-  /** @type {(x: number, y: number) => [Rectangle, Rectangle | null]} */
-  frameCursor(x, y) {
-    const { facts } = this.table, { rows, columns } = this.facts.picture;
-    const [[row, column], out] = this.findPixels(x, y);
-    const pixel = scaleRectangle([row, column, row + 1, column + 1], rows / facts.rows, columns / facts.columns);
-    const field = this.model.get("fields") && facts.operator && facts.out_rows ? this.table.getField(...out) : null;
-    return [pixel, field];
-  }
-
-  /** @type {(x: number, y: number) => boolean} */
-  isInside(x, y) {
-    return x >= 0 && y >= 0 && x < this.facts.picture.columns && y < this.facts.picture.rows;
-  }
-
-  /** @type {(x: number, y: number) => string[]} */
-  describe(x, y) {
-    if (!this.isInside(x, y)) {
-      this.leave();
-      return [];
-    }
-    const [pixel, out] = this.findPixels(x, y);
-    /** @type {Pair} */
-    const at = [Math.floor(y), Math.floor(x)];
-    const lines = describePlace(this.facts.picture, this.table, { at, values: this.pixels.read(...at), pixel, out });
-    this.sayLater(() => lines.join("; "));
-    return lines;
+    this.requestPaint();
   }
 
   /** No pixel is looked at any more: the status line tells of the layer again. */
   leave() {
-    this.sayLater(() => describeLayer(this.table.facts, this.model.get("fields")));
+    this.sayLater(() => describeLayer(this.large.table.facts, this.model.get("fields")));
   }
 
   /** Announce a text once nothing else has been said for a moment.
@@ -247,51 +233,61 @@ class SlicerView {
     });
   }
 
-  /** @type {() => Pair} */
-  getPixel() {
-    return [this.facts.picture.columns / this.table.facts.columns, this.facts.picture.rows / this.table.facts.rows];
-  }
-
-  /** @type {(x: number, y: number) => void} */
-  pick(x, y) {
-    if (!this.isInside(x, y)) return;
-    const [[row, column], out] = this.findPixels(x, y);
-    this.set("picked", [row, column, ...out]);
-    this.set("tile", this.table.findOwner(row, column));
-  }
-
-  /** @type {(key: string) => boolean} */
-  press(key) {
+  /** Do what a key on one of the sections means.
+   * @type {(key: string, section: SectionView) => boolean} */
+  press(key, section) {
     /** @type {Record<string, () => void>} */
     const actions = {
       "[": () => this.strip.select(this.model.get("layer") - 1),
       "]": () => this.strip.select(this.model.get("layer") + 1),
-      t: () => this.set("tile", (this.tile + 1) % this.table.tiles),
-      T: () => this.set("tile", (this.tile + this.table.tiles - 1) % this.table.tiles),
+      t: () => this.set("tile", (this.tile + 1) % this.tiles),
+      T: () => this.set("tile", (this.tile + this.tiles - 1) % this.tiles),
       h: () => this.showSeam(),
       c: () => this.set("reading", this.model.get("reading") === "layer" ? "picture" : "layer"),
       f: () => this.set("fields", !this.model.get("fields")),
       o: () => this.set("overlaid", !this.model.get("overlaid")),
     };
+    const [across] = section.section.across;
+    if (this.isVolume) {
+      Object.assign(actions, {
+        PageUp: () => this.step(across, -1),
+        PageDown: () => this.step(across, 1),
+        v: () => this.enlarge((this.sections.indexOf(this.large) + 1) % this.sections.length),
+      });
+    }
     actions[key]?.();
     return key in actions;
   }
 
   /** Move to a close view of the smallest piece that the tile borrows, where it touches the tile. */
   showSeam() {
-    const [own, , pieces] = findHalo(this.table, this.tile, "layer", this.scene.size);
-    if (!pieces.length) {
-      this.sayLater(() => `Tile ${this.tile} borrows nothing at this layer.`);
-      return;
-    }
-    const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
-    const [x, y] = findCentre(piece), side = SEAM_PX * Math.max(...this.getPixel());
-    this.scene.showRectangle(centreRectangle([clamp(x, own[1], own[3]), clamp(y, own[0], own[2])], [side, side]));
+    if (this.large.showSeam(this.tile)) return;
+    const where = this.isVolume ? "in this view of this layer" : "at this layer";
+    this.sayLater(() => `Tile ${this.tile} borrows nothing ${where}.`);
   }
 
-  settle() {
-    const visible = getVisible(this.scene.transform, this.scene.view), [x, y] = findCentre(visible);
-    this.set("place", this.scene.isWhole ? [] : [y, x, Math.min(...measureRectangle(visible))].map(Math.round));
+  // The sections of a volume.
+
+  /** Move all sections through another pixel of the volume.
+   * @type {(position: number[]) => void} */
+  moveTo(position) {
+    this.set("position", position);
+  }
+
+  /** Move by some planes along an axis.
+   * @type {(axis: number, planes: number) => void} */
+  step(axis, planes) {
+    const position = [...this.position];
+    position[axis] = clamp(position[axis] + planes, 0, this.facts.picture.sizes[axis] - 1);
+    this.moveTo(position);
+  }
+
+  /** Make a section the large one, of which the place is kept.
+   * @type {(number: number) => void} */
+  enlarge(number) {
+    this.set("large", number);
+    this.set("place", this.large.place);
+    this.sections[number].scene.canvas.focus({ preventScroll: true });
   }
 }
 

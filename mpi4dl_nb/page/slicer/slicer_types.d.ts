@@ -6,12 +6,10 @@ interface LayerFacts {
   name: string;
   operator: string;
   stage: number;
-  grid: Pair; // rows and columns of tiles
   ranks: number[]; // by tile
-  rows: number;
-  columns: number;
-  out_rows: number;
-  out_columns: number;
+  looks: number[]; // by tile: which of the colours it has
+  sizes: number[]; // of what it reads
+  out_sizes: number[]; // none if its output has no rows and columns
   pixel_bytes: number;
   moves: string[];
   computed: boolean;
@@ -19,7 +17,24 @@ interface LayerFacts {
   words: string[][]; // by tile
 }
 
-/** The tables of a layer, of which those of tiles and of pieces are rectangles; `fields` are of rows and of columns. */
+/** A layer in a section: sizes as rows and columns, also those of the `whole` picture. */
+interface SectionLayerFacts extends LayerFacts {
+  rows: number;
+  columns: number;
+  out_rows: number;
+  out_columns: number;
+  whole: Pair;
+}
+
+/** A section: numbers of the axes that are drawn down and to the right, and of the others; the names of the former. */
+interface SectionFacts {
+  axes: number[];
+  across: number[];
+  names: string[];
+  scene: Pair; // rows and columns as which it is drawn
+}
+
+/** The tables of a layer, of which those of tiles and of pieces are boxes; `fields` are of each axis. */
 interface LayerNumbers {
   owned: Int32Array;
   windows: Int32Array;
@@ -33,8 +48,7 @@ interface LayerNumbers {
 /** A layer of the model in the strip; `points` are the numbers of those in which tiles borrow. */
 interface NetLayer {
   name: string;
-  rows: number;
-  columns: number;
+  sizes: number[];
   channels: number;
   stage: number;
   tiles: number;
@@ -52,8 +66,9 @@ interface NetBar {
 
 interface PictureFacts {
   name: string;
-  rows: number;
-  columns: number;
+  sizes: number[];
+  axes: string[]; // their names
+  span: Pair | null; // of a volume: the numbers that are black and white
   levels: number;
   finest?: number; // in a saved page: the finest level that it has
   microns: number | null; // of a pixel
@@ -72,6 +87,7 @@ interface SlicerFacts {
   net: NetLayer[];
   remarks: Record<string, string[][]>; // by stage, then by tile
   colours: string[];
+  sections: SectionFacts[];
   prediction: { classes: ClassColour[]; edges: Rectangle } | null;
 }
 
@@ -87,12 +103,14 @@ interface SlicerValues extends PageValues {
   fields: boolean;
   place: number[];
   picked: number[];
+  position: number[];
+  large: number;
 }
 
 /** What the kernel sends: image files, of the whole picture or of tiles, or why the tiles cannot be read. */
 interface SlicerContent {
   pictures?: boolean;
-  tiles?: PyramidTile[];
+  tiles?: TissueKey[];
   trouble?: string;
 }
 
@@ -101,6 +119,9 @@ type Reading = "layer" | "picture";
 
 /** A tile of the pyramid: [level, row, column]. */
 type PyramidTile = [number, number, number];
+/** A section of a volume: [its number, position]. */
+type SectionKey = [number, number];
+type TissueKey = PyramidTile | SectionKey;
 type TileImage = ImageBitmap;
 
 /** What a tile borrows: numbers of tiles, and the rectangle; `text` is the message that brings it. */
@@ -152,13 +173,18 @@ interface SceneOwner {
 
 /** A place of the picture: its pixel and that pixel's colours, the layer's pixel, and that of the layer's output. */
 interface PointedPlace {
-  at: Pair;
+  at: number[];
   values: number[] | null;
+  grey?: number | null;
+  names: string[];
   pixel: Pair;
   out: Pair;
 }
 
 type PixelColours = (row: number, column: number) => [number, number, number] | null;
 type LayerTable = import("./layer_table.js").LayerTable;
+type SectionView = import("./section_view.js").SectionView;
+type SlicerView = import("./slicer.js").SlicerView;
+type VolumeTissue = import("./volume_tissue.js").VolumeTissue;
 type Scene = import("./scene.js").Scene;
 type TileCache = import("./pyramid.js").TileCache;

@@ -2,7 +2,6 @@
 
 import { makeElement } from "../shared/elements.js";
 import { formatBytes, formatExtent, formatMicrons } from "../shared/format.js";
-import { chooseTileColour } from "./halo_shapes.js";
 
 const WHOLE_READING = "Shown: all pixels of the picture that its outputs read through windows. Grey: all others.";
 const LAYER_READING = "Tinted in the owner's colour: what it borrows. Grey: what it does not need.";
@@ -17,8 +16,11 @@ export const SLICER_KEYS = [
   ["o", "the predicted map"],
 ];
 
+/** What other keys do on a view of a volume. */
+export const VOLUME_KEYS = [["PageUp PageDown", "to the plane before or behind"], ["v", "make another view the large one"]];
+
 /** Return the line about a layer while no pixel is pointed at, with what receptive fields wait for if they are on.
- * @type {(facts: LayerFacts, fields: boolean) => string} */
+ * @type {(facts: SectionLayerFacts, fields: boolean) => string} */
 export function describeLayer(facts, fields) {
   if (!fields) return `Pixels of ${facts.name}: point at one, or go to one with the arrow keys.`;
   return facts.operator && facts.out_rows ? FIELDS_WAIT : NO_FIELDS;
@@ -35,7 +37,7 @@ export function listTileLines(table, tile, reading, remarks) {
  * @type {(table: LayerTable, tile: number, colours: string[]) => Element} */
 export function makePieceList(table, tile, colours) {
   return makeColourList(table.getBorrowed(tile).flatMap(({ source, text }) =>
-    text ? [{ text, colour: chooseTileColour(source, table.facts.grid[1], colours) }] : []));
+    text ? [{ text, colour: colours[table.facts.looks[source]] }] : []));
 }
 
 /** Return the legend of a predicted map: its classes, each beside its colour.
@@ -51,20 +53,24 @@ function makeColourList(items) {
 }
 
 /**
- * Return the lines about a place of the picture. `at` is its pixel there, `values` are its colours if they have come,
- * `pixel` is what the layer reads there, and `out` its output: all but the colours as [row, column].
- * @type {(picture: Pick<PictureFacts, "microns">, table: LayerTable, place: PointedPlace) => string[]}
+ * Return the lines about a place of the picture. `at` is its pixel there, `values` are its colours if they have come, and
+ * `grey` is about which number a volume has. `pixel` is what the layer reads there, and `out` its output: as [row, column]
+ * of the section, whose axes have `names`.
+ * @type {(picture: Pick<PictureFacts, "microns" | "axes" | "name">, table: LayerTable, place: PointedPlace) => string[]}
  */
-export function describePlace({ microns }, table, { at, values, pixel, out }) {
+export function describePlace({ microns, axes, name }, table, { at, values, grey, names, pixel, out }) {
   const { facts } = table, [row, column] = pixel, owner = table.findOwner(row, column);
   const lengths = microns ? ` (${at.map((each) => formatMicrons(each * microns)).join(", ")})` : "";
-  const lines = [`picture: row ${at[0].toLocaleString("en")}, column ${at[1].toLocaleString("en")}${lengths}`];
+  const where = at.map((px, axis) => `${axes[axis].replace(/s$/, "")} ${px.toLocaleString("en")}`).join(", ");
+  const lines = [`${axes.length === 2 ? "picture" : name}: ${where}${lengths}`];
+  if (typeof grey === "number") lines.push(`number: about ${grey.toPrecision(3)}`);
   if (values) lines.push(`red, green, blue: ${values.join(", ")}`);
-  if (facts.operator) lines.push(`layer: row ${row}, column ${column}`);
+  if (facts.operator) lines.push(`layer: ${names[0]} ${row}, ${names[1]} ${column}`);
   lines.push(`owner: tile ${owner}, rank ${facts.ranks[owner]}`, ...describeBorrowers(table, row, column));
   if (facts.operator && facts.out_rows) {
     const [top, left, bottom, right] = table.getField(...out);
-    lines.push(`the output here depends on ${formatExtent(bottom - top, right - left, microns)}`);
+    const view = axes.length > 2 ? " of this view" : "";
+    lines.push(`the output here depends on ${formatExtent(bottom - top, right - left, microns)}${view}`);
   }
   return lines;
 }

@@ -3,7 +3,7 @@
 
 import { DARK, FONT, WHITE, strokeRectangle } from "../shared/canvas.js";
 import { chooseScaleBar } from "../shared/format.js";
-import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
+import { listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
 import {
   countPixels, growRectangle, intersectRectangles, joinRectangles, scaleRectangle, toBox,
@@ -31,6 +31,36 @@ export function paintPicture(context, scene, picture, cache, preview) {
     else drawAncestor(context, transform, tile, cache, picture.levels, size);
   }
   return wanted;
+}
+
+/** Paint the section of a volume over the whole scene.
+ * @type {(context: Context, scene: SceneView, image?: CanvasImageSource) => void} */
+export function paintSection(context, { transform, view, size, ground }, image) {
+  context.fillStyle = ground;
+  context.fillRect(0, 0, ...view);
+  context.imageSmoothingEnabled = false;
+  if (image) context.drawImage(image, transform.x, transform.y, size[0] * transform.scale, size[1] * transform.scale);
+}
+
+/** Paint the planes of the other sections, which meet at a point of the scene.
+ * @type {(context: Context, scene: SceneView, point: Pair) => void} */
+export function paintPlanes(context, scene, [x, y]) {
+  const { transform } = scene, [top, left, bottom, right] = findShown(scene);
+  const across = Math.round(x * transform.scale + transform.x), down = Math.round(y * transform.scale + transform.y);
+  for (const [colour, width, dash] of /** @type {[string, number, number[]][]} */ ([[WHITE, 3, []], [DARK, 1, [4, 3]]])) {
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    context.setLineDash(dash);
+    context.globalAlpha = dash.length ? 1 : 0.6;
+    context.beginPath();
+    context.moveTo(across + 0.5, top);
+    context.lineTo(across + 0.5, bottom);
+    context.moveTo(left, down + 0.5);
+    context.lineTo(right, down + 0.5);
+    context.stroke();
+  }
+  context.globalAlpha = 1;
+  context.setLineDash([]);
 }
 
 /** Paint a predicted map translucently over its rectangle, as far as the picture goes.
@@ -67,17 +97,18 @@ function drawAncestor(context, transform, tile, cache, levels, size) {
   );
 }
 
-/** Return [own, needed, pieces] of a tile in pixels of the picture; pieces are { source, rectangle }.
+/** Return [own, needed, pieces] of a tile in pixels of the scene; pieces are { source, rectangle }.
  * @type {(table: LayerTable, tile: number, reading: Reading, size: Pair) => [Rectangle, Rectangle, HaloPiece[]]} */
 export function findHalo(table, tile, reading, size) {
   const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
   const own = scaleRectangle(table.get("owned", tile), down, across);
   if (reading === "layer") {
     const pieces = table.getBorrowed(tile)
+      .filter(({ rectangle }) => countPixels(rectangle)) // a section of a volume does not meet all of them
       .map(({ source, rectangle }) => ({ source, rectangle: scaleRectangle(rectangle, down, across) }));
     return [own, scaleRectangle(table.get("windows", tile), down, across), pieces];
   }
-  const seen = table.get("seen", tile);
+  const { whole } = table.facts, seen = scaleRectangle(table.get("seen", tile), size[1] / whole[0], size[0] / whole[1]);
   /** @type {HaloPiece[]} */
   const pieces = [];
   for (let source = 0; source < table.tiles; source += 1) {
@@ -93,7 +124,7 @@ export function findHalo(table, tile, reading, size) {
  * => number} */
 export function paintTiles(context, scene, table, tile, reading, colours) {
   const { transform, size } = scene;
-  const columns = table.facts.grid[1];
+  const { looks } = table.facts;
   const [own, needed, pieces] = findHalo(table, tile, reading, size);
   const ownScreen = toScreenRectangle(own, transform);
   const shown = pieces.map(({ source, rectangle }) =>
@@ -104,14 +135,14 @@ export function paintTiles(context, scene, table, tile, reading, colours) {
   for (const { edges } of tiles) paintSeam(context, edges);
   for (const piece of shown) {
     const box = toBox(piece.edges), [, , width, height] = box;
-    const colour = context.fillStyle = chooseTileColour(piece.source, columns, colours);
+    const colour = context.fillStyle = colours[looks[piece.source]];
     context.globalAlpha = 0.4;
     context.fillRect(...box);
     context.globalAlpha = 1;
     if (width > 6 && height > 6) strokeRectangle(context, growRectangle(piece.edges, -0.75), colour, 1.5);
     else context.fillRect(...box); // too thin to see pixels under a tint: the colour itself
   }
-  outline(context, ownScreen, chooseTileColour(tile, columns, colours), 3, 4.5);
+  if (countPixels(own)) outline(context, ownScreen, colours[looks[tile]], 3, 4.5);
   return Math.max(1, ...shown.map((piece) => piece.enlarged));
 }
 
@@ -121,7 +152,8 @@ export function paintLabels(context, scene, table, tile) {
   const tiles = listTileEdges(scene, table);
   const own = tiles.find(({ other }) => other === tile)?.edges ?? [0, 0, scene.view[1], scene.view[0]];
   for (const { other, edges } of tiles) {
-    paintLabel(context, scene.view, edges, `tile ${other}, rank ${table.facts.ranks[other]}`, `${other}`, own);
+    const names = [`tile ${other}, rank ${table.facts.ranks[other]}`, `${other}`];
+    paintLabel(context, scene.view, edges, names, own, other === tile);
   }
 }
 
@@ -148,7 +180,8 @@ function paintVeil(context, scene, needed, shown) {
   context.beginPath();
   context.rect(...toBox(findShown(scene)));
   // The halo that is drawn enlarged is not greyed either.
-  context.rect(...toBox(joinRectangles([needed, ...shown.map(({ edges }) => edges)])));
+  const all = [needed, ...shown.map(({ edges }) => edges)].filter(countPixels);
+  if (all.length) context.rect(...toBox(joinRectangles(all)));
   context.fillStyle = "rgb(118 122 128 / 66%)";
   context.fill("evenodd");
 }
@@ -167,11 +200,10 @@ function outline(context, edges, colour, width, casing, dash) {
 }
 
 /** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is.
- * @type {(context: Context, view: Pair, edges: Rectangle, name: string, number: string, own: Rectangle) => void} */
-function paintLabel(context, view, edges, name, number, own) {
+ * @type {(context: Context, view: Pair, edges: Rectangle, names: string[], own: Rectangle, chosen: boolean) => void} */
+function paintLabel(context, view, edges, [name, number], own, chosen) {
   const [top, left] = edges, [low, start, high, end] = intersectRectangles(edges, [0, 0, view[1], view[0]]);
   const text = end - start > 120 ? name : number;
-  const chosen = top === own[0] && left === own[1];
   context.font = `${chosen ? 600 : 400} 12px ${FONT}`;
   const width = context.measureText(text).width + 8;
   if (high - low < 34 || end - start < width + 14) return;
@@ -192,8 +224,8 @@ function paintLayerGrid(context, scene, table) {
   if (Math.min(across, down) < GRID_PX) return;
   context.fillStyle = "rgb(20 23 26 / 22%)";
   const [top, left, bottom, right] = findShown(scene);
-  for (const x of listGridLines(across, transform.x, right)) context.fillRect(Math.round(x), top, 1, bottom - top);
-  for (const y of listGridLines(down, transform.y, bottom)) context.fillRect(left, Math.round(y), right - left, 1);
+  for (const x of listGridLines(across, transform.x, left, right)) context.fillRect(Math.round(x), top, 1, bottom - top);
+  for (const y of listGridLines(down, transform.y, top, bottom)) context.fillRect(left, Math.round(y), right - left, 1);
 }
 
 /** Write red, green and blue into the pixels of the picture, where they are large enough.
