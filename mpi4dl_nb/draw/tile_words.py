@@ -30,11 +30,11 @@ def describe_tiling(picture: Shown, stage: StageRanks) -> str:
 def format_title(picture: Shown, point: HaloPoint) -> str:
     if not point.readers:
         return describe_tiling(picture, point.ranks)
-    layer, channels = f"layer {point.name} ({point.operator})", point.spec.shape[1]
+    layer, channels = f"layer {point.name} ({point.operator})", format_count(point.spec.shape[1], "channel")
     size = format_size(point.sizes)
     if isinstance(point, PictureReach):
         return f"{describe_tiling(picture, point.ranks)}\ncumulative halo of {layer}, in the picture"
-    return f"{describe_tiling(picture, point.ranks)}\n{layer} reads {channels} channels of {size} px"
+    return f"{describe_tiling(picture, point.ranks)}\n{layer} reads {channels} of {size} px"
 
 
 def describe_tile(point: HaloPoint, rank: int, picture: Shown) -> list[str]:
@@ -53,8 +53,8 @@ def describe_tile(point: HaloPoint, rank: int, picture: Shown) -> list[str]:
         owned = f"{owners} own{'s' * (len(pieces) == 1)}"
         more = f"It computes {count} px more, which {owned}: nothing travels here, halos are fused"
     else:
-        images, channels = point.spec.shape[:2]
-        batch = f"{channels} channels" if images == 1 else f"{channels} channels of {images} images"
+        images, batch = point.spec.shape[0], format_count(point.spec.shape[1], "channel")
+        batch += f" of {images} images" * (images > 1)
         more = f"It borrows {count} px more from {owners}: {format_bytes(point.count_bytes(pieces))} in {batch}"
     widths = point.compute_widths(rank)
     halo = ", ".join(f"{width} {side}" for side, width in widths.items())
