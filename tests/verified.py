@@ -1,4 +1,4 @@
-"""`python -m tests.verified [own] [combined] [fused] [stock]`: `verify` over models and plans, into VERIFIED.md."""
+"""`python -m tests.verified [own] [combined] [fused] [stock] [volumes]`: runs `verify`, and writes VERIFIED.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from mpi4dl_nb.engines.bench.gpu_check import launch
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.compiler.compile import compile_plan
 from mpi4dl_nb.engines.program.program import count_traffic
-from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
+from tests.stock import AS_WRITTEN, LOSSES, STOCK, VOLUMES, Stock
 
 PAGE = Path(__file__).parents[1] / "VERIFIED.md"
 SIZES = ("128", "100x132")
@@ -23,13 +23,20 @@ UNET = "--model mpi4dl_nb:UNet --num-classes 3"
 AMOEBA = """--model mpi4dl_nb:amoebanetd --model-args '{"num_layers":6,"num_filters":64}' --batch-size 2"""
 
 # Every model meets every grid, every number of stages and both numbers of spatial stages.
-PLANS = (
-    "--split-size 2 --slice-method 2x2",
-    "--split-size 1 --slice-method vertical --num-spatial-parts 3",
-    "--split-size 3 --slice-method 2x3",
-    "--split-size 2 --spatial-size 2 --slice-method horizontal --num-spatial-parts 2",
-    "--split-size 3 --spatial-size 2 --slice-method 2x2",
-)
+PLANS = {
+    "2x2": "--split-size 2 --slice-method 2x2",
+    "strips": "--split-size 1 --slice-method vertical --num-spatial-parts 3",
+    "2x3": "--split-size 3 --slice-method 2x3",
+    "2 stages of strips": "--split-size 2 --spatial-size 2 --slice-method horizontal --num-spatial-parts 2",
+    "2 stages of 2x2": "--split-size 3 --spatial-size 2 --slice-method 2x2",
+}
+VOLUME_PLANS = {
+    "2x2x2": "--split-size 1 --slice-method 2x2x2",
+    "1x2x3": "--split-size 1 --slice-method 1x2x3",
+    "layers": "--split-size 2 --slice-method 2x1x2",
+    "pipeline": "--split-size 2 --slice-method 2x1x2 --parts 2 --schedule 1f1b",
+    "replicas": "--split-size 1 --slice-method 1x2x2 --data-parallel 2",
+}
 TILES = "--split-size 3 --slice-method 2x2"
 GEMS = "--bidirectional --times 2 --schedule gems"
 COMBINED = {
@@ -60,18 +67,40 @@ FUSED = {"before each layer": "", **{f"k = {k}": f"--halo-d2 --fused-layers {k}"
 
 def make_own_rows() -> Iterator[str]:
     """One model and size in each row, one plan in each column."""
-    heads = " | ".join(f"`{plan}`" for plan in PLANS)
-    yield f"| largest gradient error seen | image | {heads} |\n|{'---|' * (2 + len(PLANS))}\n"
+    yield _make_head(PLANS)
     for model, size in (*product((*RESNETS, UNET), SIZES), (AMOEBA, "128")):
         flags = shlex.split(f"{model} --image-size {size}")
-        cells = [measure_gradient_error([*flags, *shlex.split(plan)]) for plan in PLANS]
+        cells = [measure_gradient_error([*flags, *shlex.split(plan)]) for plan in PLANS.values()]
         yield f"| `{model}` | {size} | {' | '.join(cells)} |\n"
+    yield from _list_plans(PLANS)
+
+
+def make_volume_rows() -> Iterator[str]:
+    """One network of volumes in each row, one plan in each column."""
+    yield _make_head(VOLUME_PLANS)
+    for name, stock in VOLUMES.items():
+        # A later `--split-size` and `--slice-method` replace those of the network's own flags.
+        flags = [flag for flag in stock.make_flags(1, "2x2x2", narrow=True) if "spatial-size" not in flag]
+        cells = [measure_gradient_error([*flags, *shlex.split(plan)]) for plan in VOLUME_PLANS.values()]
+        yield f"| MONAI {name} | {stock.small} | {' | '.join(cells)} |\n"
+    yield from _list_plans(VOLUME_PLANS)
+
+
+def _make_head(plans: Iterable[str]) -> str:
+    heads = ["largest gradient error seen", "image", *plans]
+    return f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+
+
+def _list_plans(plans: Mapping[str, str]) -> Iterator[str]:
+    """What the heads of the columns mean."""
+    yield "\n"
+    for name, plan in plans.items():
+        yield f"- {name}: `{plan}`\n"
 
 
 def make_stock_rows() -> Iterator[str]:
     """One model in each row, one plan in each column."""
-    heads = [f"{grid}, {split} stage{'s' if split > 1 else ''}" for split, grid in STOCK_PLANS]
-    yield f"| largest gradient error seen | image | {' | '.join(heads)} |\n|{'---|' * (2 + len(heads))}\n"
+    yield _make_head(f"{grid}, {split} stage{'s' if split > 1 else ''}" for split, grid in STOCK_PLANS)
     for name, stock in (STOCK | AS_WRITTEN).items():
         cells = [measure_gradient_error(stock.make_flags(*plan)) for plan in STOCK_PLANS]
         yield f"| {name} | {stock.size} | {' | '.join(cells)} |\n"
@@ -128,6 +157,7 @@ def _count_ranks(flags: Sequence[str]) -> int:
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "own": make_own_rows, "combined": make_combined_rows, "fused": make_fused_rows, "stock": make_stock_rows,
+    "volumes": make_volume_rows,
 }  # fmt: skip
 
 
