@@ -138,6 +138,8 @@ CLOSE = {
     "log softmax over tokens": lambda x: x.flatten(2).log_softmax(-1),
     "log softmax of channels": lambda x: x.log_softmax(1),
     "means of runs of tokens, gathered or not": lambda x: F.avg_pool1d(x.flatten(2), 2),
+    "mean of all tokens": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 1) * x.flatten(2),
+    "means of runs of channels": lambda x: F.avg_pool1d(to_tokens(x), 2),
     "means of windows of tokens, gathered": lambda x: F.avg_pool1d(x.flatten(2), 2, 1),
     "mean over tokens": lambda x: to_tokens(x).mean(1),
     "standard deviation of groups": lambda x: x.reshape(2, 2, -1) / (1 + x.reshape(2, 2, -1).std(-1, keepdim=True)),

@@ -115,10 +115,13 @@ SMALL = {
         for name in (
             *("MONAI Classifier", "MONAI Regressor", "MONAI Critic", "transformers ViT", "transformers DINOv2"),
             *("transformers Swin", "transformers Swin V2", "transformers MobileViT", "transformers MobileViT V2"),
-            *("transformers PVT", "transformers PVT V2", "transformers FocalNet", "transformers Hiera"),
-            *("transformers SegFormer", "transformers SegFormer, segmenting", "transformers SwiftFormer"),
+            *("transformers FocalNet", "transformers Hiera", "transformers SegFormer, segmenting"),
+            "transformers SwiftFormer",
         )
     },
+    "transformers PVT": (lambda: make_small("Pvt", image_size=64, **_HEADS), (64, 64)),
+    "transformers PVT V2": (lambda: make_small("PvtV2", **_HEADS), (64, 96)),
+    "transformers SegFormer": (lambda: make_small("Segformer"), (64, 96)),
     "transformers GLPN": (lambda: make_small("GLPN", "ForDepthEstimation", decoder_hidden_size=8, **_HEADS), (64, 96)),
     "transformers Swin2SR": (
         lambda: make_transformer(

@@ -62,20 +62,22 @@ def pool_maximum(b: Builder, node: Node) -> None:
     apply_locally(b, node, b.image_axes, self=x, padding=padding, ceil_mode=False)
 
 
-@register_rule("aten.avg_pool1d.default", tiled=("self",))
+@register_rule("aten.avg_pool1d.default", "aten.adaptive_avg_pool1d.default", tiled=("self",))
 def pool_average_of_lines(b: Builder, node: Node) -> None:
     """Average windows of a signal; or of tokens, runs of so many: a view, and a mean over its last axis."""
-    a, value = node.arguments, b.get_value(node.arguments["self"])
+    a, value, is_adaptive = node.arguments, b.get_value(node.arguments["self"]), "adaptive" in node.operator
     if value.is_split and value.axes == b.image_axes:
-        pool_average(b, node)
+        (pool_adaptive_average if is_adaptive else pool_average)(b, node)
         return
-    (length,) = to_axes(a["kernel_size"], 1)
-    (stride,), (padding,) = to_axes(a["stride"] or length, 1), to_axes(a["padding"], 1)
     *others, count = value.spec.shape
-    if stride != length or padding or count % length:
-        raise make_gather_error(
-            node, f"averages windows of {count} tokens that are no {length} each, one after another"
-        )
+    if is_adaptive:
+        length, padding = count // node.result.shape[-1], 0
+        are_runs = count % node.result.shape[-1] == 0
+    else:
+        (length,), (padding,) = to_axes(a["kernel_size"], 1), to_axes(a["padding"], 1)
+        are_runs = count % length == 0 and to_axes(a["stride"] or length, 1) == (length,)
+    if padding or not are_runs:
+        raise make_gather_error(node, f"averages windows of {count} tokens that are not one behind another")
     runs = replace(node.result, shape=(*others, count // length, length))
     view = replace(node, operator="aten.view.default", name=f"{node.name}.runs", spec=runs)
     reshape(b, replace(view, arguments={"self": a["self"], "size": runs.shape}))
@@ -169,7 +171,7 @@ def divide_sums(sums: Tensor, counts: Sequence[Sequence[int]], divisor: int | No
     return (sums / math.prod(along)).to(dtype)
 
 
-@register_rule(*list_for_axes("adaptive_avg_pool{}d.default"), images=("self",))
+@register_rule("aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default", images=("self",))
 def pool_adaptive_average(b: Builder, node: Node) -> None:
     """Average each cell: output i reads pixels i*n//k to -(-(i+1)*n//k). A single cell is a mean over space."""
     out_px, source = b.get_image_px(node.result), node.arguments["self"]
