@@ -10,7 +10,7 @@ from functools import cache, partial
 from mpi4dl_nb.engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.engines.predict.machines import adapt_to_precision
-from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
+from mpi4dl_nb.engines.predict.tallies import ATTENTION, BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
 from mpi4dl_nb.engines.program.effects import Effects, Messages, Phase, Reduction
 from mpi4dl_nb.engines.program.program import LEAST_BYTES, Program, Step
 
@@ -176,6 +176,8 @@ def count_work(op: OpTally) -> tuple[int, tuple[float, ...]]:
     """Return the units of work of a call in forward, and the size that its speed depends on: see `Speed`."""
     if op.kind not in BY_ARITHMETIC:
         return op.bytes, (op.bytes,)
+    if op.kind in ATTENTION:
+        return op.flops, op.shape
     dot, filters, *images = op.shape or (1, 1)
     return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)), *images)
 

@@ -31,6 +31,7 @@ from mpi4dl_nb.engines.predict.machine import Speed
 from mpi4dl_nb.engines.predict.rank_tally import build_op_tally
 from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
 from mpi4dl_nb.engines.program.kernels import get_kernel
+from mpi4dl_nb.engines.program.ring import make_causal_rule
 
 # The kernels that a calibration times: those of the layers of common networks, in tiles and whole.
 
@@ -93,8 +94,12 @@ PyTorch uses another algorithm for a small single image, which can be three time
 over cores more evenly. The last entries have a bias, which makes forward up to twice as slow."""
 
 
+_ATTENTIONS = tuple((channels, *tokens) for channels in (8, 16, 32, 64) for tokens in ((256, 1024), (2048, 2048)))
+"""(channels, queries, keys) of attention with two heads."""
+
+
 def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) -> list[KernelCall]:
-    """Return the calls of all kernel classes at these layer sizes, and all convolutions.
+    """Return the calls of all kernel classes at these layer sizes, all convolutions, and attention.
 
     Convolutions of several images are included only up to `most_operations`.
     """
@@ -106,7 +111,22 @@ def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) ->
             bias = torch.zeros(spec.made, requires_grad=True) if spec.bias else None
             pad = spec.kernel_px // 2
             calls.append(("aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], spec.groups)))
+    for attention in _ATTENTIONS:
+        calls += _make_attention_calls(*attention)
     return calls
+
+
+def _make_attention_calls(channels: int, queries: int, keys: int) -> Iterator[KernelCall]:
+    """Yield the calls of attention by PyTorch's kernel, and of causal attention, with chunks of scores."""
+    for kernel, settings in (
+        ("aten.scaled_dot_product_attention.default", ()),
+        ("tile.attention", (None, 0, *make_causal_rule(queries))),
+    ):
+        # Row by row in memory, unlike images.
+        yield (
+            kernel,
+            (*(torch.full((1, 2, n, channels), 0.5).requires_grad_() for n in (queries, keys, keys)), *settings),
+        )
 
 
 def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:

@@ -77,7 +77,8 @@ class Speed:
     """The throughput measured at one size: units of work per second, forward and backward.
 
     For convolutions and matrix products the unit is a FLOP, and `at` holds the length of a dot product, the number of
-    filters, the outputs per filter and, where there are several, the images. For all other kernels the unit is a byte
+    filters, the outputs per filter and, where there are several, the images; of attention, channels, queries and keys.
+    For all other kernels the unit is a byte
     read or written in the forward pass, and `at` is (bytes,). Backward work is counted in the units of the forward
     pass. `inputs` and `weights` are the fractions of the backward time that the gradients of the inputs and of the
     weights take when the two are computed separately.

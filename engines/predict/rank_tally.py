@@ -21,7 +21,7 @@ from mpi4dl_nb.engines.predict.tallies import (
     RankTally,
     SegmentTally,
     classify_kernel,
-    get_convolution_shape,
+    get_product_shape,
 )
 from mpi4dl_nb.engines.program.effects import Instruction, LocalOp, Phase
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
@@ -228,6 +228,8 @@ def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTen
     # A view costs neither arithmetic nor traffic, only the call itself.
     views = not specs or effect.made[0].shares is not None
     kind = classify_kernel(kernel, effect.flops)
+    if kind == "attention" and len(shapes[0]) != 4:
+        kind = "scores"  # PyTorch's kernel takes (N, heads, T, C) alone
     matrices = kind in BY_ARITHMETIC
     # What counts are gradients that cost work: one that is passed on costs none, and that of a bias next to none beside
     # a convolution's.
@@ -240,7 +242,7 @@ def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTen
         kind,
         0 if views else resolve_flops(kernel, effect.flops, specs[0].shape),
         0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *specs)),
-        get_convolution_shape(kernel, shapes),
+        get_product_shape(kernel, shapes),
         gradients if any(output.local.needs_gradient for output in effect.made) else 0,
     )
 

@@ -95,6 +95,8 @@ _BEGINNINGS = {
     "convolution": "conv",
     "transposed": "conv_transpose",
     "product": "linear matmul mm addmm bmm",
+    "attention": "scaled_dot_product_attention",
+    "scores": "attention",
     "moments": "moments",
     "norm": "batch_norm normalise_groups",
     "whole_norm": "whole_batch_norm instance_norm group_norm layer_norm",
@@ -109,12 +111,14 @@ _BEGINNINGS = {
 """The beginnings of the names of the kernels of each class."""
 
 CLASSES = tuple(_BEGINNINGS)
-"""Convolutions (plain and transposed) and matrix products are bound by arithmetic, the others by memory, or by a
-processor's exponentials. A `norm` receives its `moments`, a `whole_norm` computes them. A `slope` has a weight whose
-gradient is summed over all pixels: on a CPU, its backward takes twenty times as long as that of a ReLU. A `pad` may
-also crop, and a `loss` of labels is several kernels."""
+"""Convolutions (plain and transposed), matrix products and attention are bound by arithmetic, the others by memory, or
+by a processor's exponentials. `scores` are attention without PyTorch's kernel, at half of its speed. A
+`norm` receives its `moments`, a `whole_norm` computes them. A `slope` has a weight whose gradient is summed over all
+pixels: on a CPU, its backward takes twenty times as long as that of a ReLU. A `pad` may also crop, and a `loss` of
+labels is several kernels."""
 
-BY_ARITHMETIC = ("convolution", "transposed", "product")
+ATTENTION = ("attention", "scores")
+BY_ARITHMETIC = ("convolution", "transposed", "product", *ATTENTION)
 
 # The longest first, so that `conv_transpose` is not taken for a `conv`, or `expand` for an `exp`.
 _CLASS_OF = [(start, kind) for kind, starts in _BEGINNINGS.items() for start in starts.split()]
@@ -130,7 +134,7 @@ def classify_kernel(kernel: str, flops: int = 0) -> str:
     ...     classify_kernel("aten.hardtanh.default"),
     ... )
     ('convolution', 'transcendental', 'pointwise')
-    >>> classify_kernel("aten.scaled_dot_product_attention.default", flops=1 << 20)
+    >>> classify_kernel("aten.mv.default", flops=1 << 20)
     'product'
     """
     name = kernel.split(".")[1] if "." in kernel else kernel
@@ -138,14 +142,24 @@ def classify_kernel(kernel: str, flops: int = 0) -> str:
     return next((kind for start, kind in _CLASS_OF if name.startswith(start)), unknown)
 
 
-def get_convolution_shape(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the length of a convolution's dot products, its filters and its images, on which its speed depends.
+_BLOCK = 2048
+"""Attention is computed in blocks: of more queries or keys, it is as fast as of so many."""
 
-    For a transposed convolution, these are those of the convolution that it transposes. Other kernels give ().
 
-    >>> get_convolution_shape("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
+def get_product_shape(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the lengths on which the speed of an arithmetic kernel depends, or () for other kernels, and for products.
+
+    Of a convolution, these are the length of its dot products, its filters and its images; of a transposed one, those
+    of the convolution that it transposes. Of attention, channels, queries and keys, these two up to a limit.
+
+    >>> get_product_shape("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
     (144, 64, 1)
+    >>> get_product_shape("tile.attention", [(1, 2, 100, 16), (1, 2, 3000, 16), (1, 2, 3000, 16)])
+    (16, 100, 2048)
     """
-    if classify_kernel(kernel) not in ("convolution", "transposed") or len(shapes) < 2:
+    kind = classify_kernel(kernel)
+    if kind in ATTENTION:
+        return shapes[1][-1], min(_BLOCK, shapes[0][-2]), min(_BLOCK, shapes[1][-2])
+    if kind not in ("convolution", "transposed") or len(shapes) < 2:
         return ()
     return math.prod(shapes[1][1:]), shapes[1][0], shapes[0][0]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +74,10 @@ class Queries:
         if self.mask is not None:
             mask = _cut_rows(self.mask, rows)
             mask = mask.index_select(-1, columns) if _differs_by_key(mask) else mask
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
         if self.rule.causal:
             places = self._number_tokens()[rows]
-            scores = scores.masked_fill(columns > places[:, None], -math.inf)
+            scores.masked_fill_(columns > places[:, None], -math.inf)
         return scores
 
     def draw_noise(self, rows: slice, columns: Tensor) -> Tensor | None:
@@ -251,8 +252,31 @@ def _to_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+class _Attend(torch.autograd.Function):
+    """Attention to keys that are all here, chunk by chunk, as one block of keys."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Queries, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        queries = replace(queries, query=query, mask=mask)
+        running = RunningAttention(queries, value.shape[-1])
+        running.add(key, value, torch.arange(key.shape[-2], device=key.device))
+        result, log_sums = running.finish()
+        ctx.save_for_backward(query, key, value, mask, result, log_sums)
+        ctx.queries = replace(queries, query=query.new_empty(0), mask=None)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, result, log_sums = ctx.saved_tensors
+        queries, trains_mask = replace(ctx.queries, query=query, mask=mask), ctx.needs_input_grad[4]
+        gradient = AttentionGradient(queries, result, log_sums, grad, trains_mask)
+        grads = gradient.add(key, value, torch.arange(key.shape[-2], device=key.device))
+        of_mask = None if gradient.mask is None else gradient.mask.to(mask.dtype)
+        return None, gradient.query.to(query.dtype), *grads, of_mask
+
+
 @register_kernel("tile.attention")
-def attend_with_dropout(
+def attend_by_place(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,18 +286,7 @@ def attend_with_dropout(
     groups: Ranges,
     tokens: TokenPlaces,
 ) -> Tensor:
-    """Return the result for queries that have all of their keys here; the weights are dropped by position.
-
-    With the matrix of scores, as PyTorch computes dropout: so autograd finds the gradient, that of a trained mask too.
-    """
-    count = key.shape[-2]
-    queries, columns = Queries(query, rule, groups, tokens, count, mask, seed), torch.arange(count, device=query.device)
-    key, value = queries.repeat_heads(key), queries.repeat_heads(value)
-    scores = queries.compute_scores(slice(None), key, columns)
-    peaks = scores.detach().amax(-1, keepdim=True)
-    weights = (scores - peaks.masked_fill(peaks == -math.inf, 0.0)).exp()
-    sums = weights.sum(-1, keepdim=True)
-    weights = weights / torch.where(sums > 0, sums, 1.0)
-    noise = queries.draw_noise(slice(None), columns)
-    weights = weights if noise is None else weights * noise
-    return (weights @ value.to(weights.dtype)).to(query.dtype)
+    """Return the result for queries that have all of their keys here; their order and dropout are those by place."""
+    queries = Queries(query, rule, groups, tokens, key.shape[-2], mask, seed)
+    result: Tensor = _Attend.apply(queries, query, key, value, mask)
+    return result

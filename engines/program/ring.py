@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from mpi4dl_nb.engines.geometry.places import Ranges
 from mpi4dl_nb.engines.geometry.tiles import Move, Tile, split_axis
-from mpi4dl_nb.engines.graph.model_graph import Ref, TensorSpec
+from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.program.effects import Effects, Instruction, LocalOp, Messages, MessageSpec, Phase
 
 
@@ -60,6 +60,11 @@ class TokenPlaces:
     def has_lead(self) -> bool:
         """Whether the first tokens are here."""
         return all(start == 0 for _, start, _ in self.pixels)
+
+
+def make_causal_rule(queries: int) -> tuple[ScoreRule, Ranges, TokenPlaces]:
+    """Return a rule, the groups and the places for the kernel `tile.attention`, as an example of what it costs."""
+    return ScoreRule(1.0, causal=True), (), TokenPlaces(((queries, 0, queries),))
 
 
 PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
@@ -145,14 +150,24 @@ class RingAttention(Instruction):
         return max(1, min(_MOST_PIECES, max(block.bytes for block in self.blocks) // PIECE_BYTES, fewest))
 
     @property
+    def is_fused(self) -> bool:
+        """Whether a kernel of PyTorch computes each block, where there is one for the device."""
+        own = self.blocks[self.position]
+        return can_fuse(self.rule, self.mask is not None, own.key.shape[-1], own.value.shape[-1])
+
+    @property
     def local_ops(self) -> tuple[LocalOp, ...]:
         """The attention to all keys, as if they were here: what the rank computes in all rounds together."""
-        count, first = sum(block.key.shape[-2] for block in self.blocks), self.blocks[0]
-        # With as many heads as the queries, if several of these share one.
-        keys, values = (
-            replace(spec, shape=(*self.spec.shape[:-2], count, spec.shape[-1])) for spec in (first.key, first.value)
-        )
-        return (LocalOp(self.target, "aten.scaled_dot_product_attention.default", (Ref(self.queries), keys, values)),)
+        # Axes before the tokens as the runner passes them on, and as many heads as queries have, if several share one.
+        count, first, heads = sum(block.key.shape[-2] for block in self.blocks), self.blocks[0], self.spec.shape[:-2]
+        before = math.prod(heads[:-1]), heads[-1] if heads else 1
+        shapes = [(self.spec.shape[-2], first.key), (count, first.key), (count, first.value)]
+        tensors = [replace(spec, shape=(*before, tokens, spec.shape[-1])) for tokens, spec in shapes]
+        if self.is_fused:
+            return (LocalOp(self.target, "aten.scaled_dot_product_attention.default", tuple(tensors)),)
+        # Whatever the mask, the order and the dropout are: they cost little beside the scores.
+        rest = None, 0, *make_causal_rule(self.spec.shape[-2])
+        return (LocalOp(self.target, "tile.attention", (*tensors, *rest)),)
 
     def get_effects(self, phase: Phase) -> Effects:
         """Return what the ring does in a phase: backward fetches the blocks again, and returns their gradients."""
@@ -197,20 +212,20 @@ class RingAttention(Instruction):
     def _count_temporary_bytes(self, forward: bool) -> int:
         """Return the bytes of blocks on their way, of sums, and of chunks of scores, or what a kernel has made."""
         own, wide, item = self.blocks[self.position], self.spec.sums.item_bytes, self.spec.item_bytes
-        largest = max(max(self._cut(block)) for block in self.blocks)
+        largest, arriving = max(max(self._cut(block)) for block in self.blocks), min(2, len(self.blocks) - 1)
         rows, keys = self.spec.numel // self.spec.shape[-1], max(block.key.shape[-2] for block in self.blocks)
         chunk = min(count_chunk_scores(max(block.key.numel + block.value.numel for block in self.blocks)), rows * keys)
-        chunk, arriving = chunk * wide, min(2, len(self.blocks) - 1)
-        fused = can_fuse(self.rule, self.mask is not None, own.key.shape[-1], own.value.shape[-1])
+        drawn = 3 * 8 * chunk if self.rule.dropout else 0  # random numbers are made of integers of 64 bits
         # Of heads that share keys, each has a copy of a piece, and backward gradients for it.
         shared = math.prod(self.spec.shape[:-2]) // math.prod(own.key.shape[:-2])
         copies = shared * largest if shared > 1 else 0
         if forward:
-            return arriving * largest + copies + self.spec.numel * wide + (self.spec.numel * item if fused else chunk)
+            made = self.spec.numel * item if self.is_fused else chunk * wide + drawn
+            return arriving * largest + copies + self.spec.numel * wide + made
         # Gradients of a piece: as computed, and packed; those of the one before, on their way back. Of the own block:
         # the sum of its gradients, and those of a piece that arrive.
         blocks = arriving + 2 + min(1, len(self.blocks) - 2)
         mask = self.trained_mask.numel * wide if self.trained_mask else 0
-        sums = rows * own.key.shape[-1] * wide + mask
-        made = rows * own.key.shape[-1] * item if fused else 2 * chunk
+        sums = rows * (own.key.shape[-1] + 1) * wide + mask
+        made = rows * own.key.shape[-1] * item if self.is_fused else chunk * wide + max(chunk * wide, drawn)
         return blocks * largest + 2 * copies + own.bytes + max(self._cut(own)) + sums + made

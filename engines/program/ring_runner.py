@@ -55,6 +55,7 @@ class RingRunner:
             parts = gradient.add(keys, key_values, columns)
             if returning is not None:
                 totals[returning.piece] += returning.wait()
+                returning = None  # frees what was sent and received
             if number == 0:
                 totals[piece] += _join(*parts)
             else:

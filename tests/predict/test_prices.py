@@ -32,7 +32,7 @@ from mpi4dl_nb.engines.predict.tallies import (
     OpTally,
     SegmentTally,
     classify_kernel,
-    get_convolution_shape,
+    get_product_shape,
 )
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.program import LEAST_BYTES
@@ -144,7 +144,7 @@ def test_kernels_that_run_alike_are_of_one_class(kernel, kind):
 
 
 def test_a_transposed_convolution_is_the_one_that_it_turns_around():
-    assert get_convolution_shape("tile.conv_transpose", [(2, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64, 2)
+    assert get_product_shape("tile.conv_transpose", [(2, 64, 8, 8), (64, 32, 2, 2)]) == (128, 64, 2)
 
 
 def test_separate_gradients_take_what_samples_say():
