@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from mpi4dl_nb.engines.bench.measure import measure_seconds, run_in_subprocess
+from mpi4dl_nb.engines.bench.measure import run_in_subprocess
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.device import has_own_memory
+from mpi4dl_nb.engines.comm.streams import measure_seconds
 from mpi4dl_nb.engines.errors import PlanError
 
 LINK_BYTES, LINK_TIMES = 1 << 26, 15

@@ -29,7 +29,7 @@ from mpi4dl_nb.engines.comm.device import (
     read_process_bytes,
     trim_memory,
 )
-from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.comm.streams import measure_seconds, wait_for_device
 from mpi4dl_nb.engines.comm.supervisor import end_with_parent
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.errors import RankError
@@ -41,14 +41,6 @@ from mpi4dl_nb.engines.train.verify import make_batches
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from mpi4dl_nb.engines.comm.mpi import MpiWorld
-
-
-def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of `work`, until the device has finished it."""
-    start_s = time.perf_counter()
-    work()
-    wait_for_device(device)
-    return time.perf_counter() - start_s
 
 
 def time_rank_step(world: World, training: RankTraining, own: Inputs) -> float:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.profiler import profile, supported_activities
 
-from mpi4dl_nb.engines.bench.measure import compute_spread, measure_seconds, time_interleaved, time_rank_step
+from mpi4dl_nb.engines.bench.measure import compute_spread, time_interleaved, time_rank_step
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.device import count_cores, has_own_memory, trim_memory
-from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.comm.streams import measure_seconds, wait_for_device
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.predict.calibrate import measure_overheads
 from mpi4dl_nb.engines.program.effects import Phase

@@ -13,7 +13,8 @@ program order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
@@ -51,6 +52,14 @@ def wait_for_device(device: torch.device) -> None:
     """Return when the device has finished all that was enqueued."""
     if has_own_memory(device):
         torch.cuda.synchronize(device)
+
+
+def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work`, until the device has finished it."""
+    start_s = time.perf_counter()
+    work()
+    wait_for_device(device)
+    return time.perf_counter() - start_s
 
 
 def wait_for_stream(device: torch.device) -> None:

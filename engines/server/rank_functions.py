@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mpi4dl_nb.engines.comm.device import choose_device, has_own_memory
-from mpi4dl_nb.engines.comm.streams import wait_for_device
+from mpi4dl_nb.engines.comm.streams import measure_seconds
 from mpi4dl_nb.engines.compiler.labels import NonFiniteCause
 from mpi4dl_nb.engines.errors import LostTrainingError, PlanError
 from mpi4dl_nb.engines.graph.default_type import use_default_type_of
@@ -266,10 +266,7 @@ def time_step(host: RankServer, name: str, inputs: Inputs) -> float:
     training = host.get_kept(RankTraining)[name]
     training.step(inputs)  # fills the caches that the other plans have evicted
     host.world.barrier()
-    start_s = time.perf_counter()
-    training.step(inputs)
-    wait_for_device(training.device)
-    return time.perf_counter() - start_s
+    return measure_seconds(partial(training.step, inputs), training.device)
 
 
 def measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
