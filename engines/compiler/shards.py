@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.steps import StepLabel
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.places import compute_local_shape, to_places
-from mpi4dl_nb.engines.geometry.tiles import Axes, Plane, Span, Tile, guess_pixel_axes
+from mpi4dl_nb.engines.geometry.tiles import Axes, Depth, Plane, Span, Tile, guess_pixel_axes
 from mpi4dl_nb.engines.graph.model_graph import Ref
 from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.program import Program
@@ -24,7 +24,8 @@ class Shard:
 
     `held` may extend beyond the image. `own` is the part it owns. `axes` are the rows and columns, none if the value
     has no pixels. `images` are the images that it holds, None for all. `module` is the module that made the value.
-    `split_shape` is the shape in which rows and columns are dimensions, if the value merges them with others.
+    `split_shape` is the shape in which rows and columns are dimensions, if the value merges them with others. Of a
+    volume, `cut` chooses one plane, at `depth`.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Shard:
     images: Span | None
     module: str = ""
     split_shape: tuple[int, ...] | None = None
+    depth: Depth | None = None
 
     @property
     def title(self) -> str:
@@ -59,9 +61,20 @@ class Shard:
     def plane(self) -> Plane:
         """What can be drawn of it."""
         if self.axes:
-            return Plane(self.images, self.axes, self.held)
+            return Plane(self.images, self.axes, self.held, self.size_px[0], self.depth)
         shared = () if self.images is None else (self.images,)
         return Plane.of(self.shape, (-len(self.shape),) * len(shared), Tile(*shared))
+
+    def cut(self, share: float) -> Shard:
+        """Return the plane at a share of the depth of a volume; it holds nothing if the rank has not got that plane.
+
+        Anything else is returned as it is.
+        """
+        if len(self.axes) != 3:
+            return self
+        at = min(int(share * self.size_px[0]), self.size_px[0] - 1)
+        held, own = (Tile(*tile[1:]) if at in tile[0] else Tile(*[Span(0, 0)] * 2) for tile in (self.held, self.own))
+        return replace(self, axes=self.axes[1:], held=held, own=own, depth=Depth(self.axes[0], at, self.held[0].start))
 
     @property
     def whole_plane(self) -> Tile:
@@ -93,7 +106,7 @@ class ShardIndex:
                 (images,), axes = held, ()
             if not axes:
                 # The rank holds all pixels, if there are any.
-                axes = guess_pixel_axes(shape)
+                axes = guess_pixel_axes(shape, len(self.compiler.plan.grids[0]))
                 held = owned = Tile.whole(*(shape[axis] for axis in axes))
             module, split_shape = self.modules.get(name.partition(".")[0], ""), split.spec.shape
             return Shard(name, shape, axes, held, owned, images, module, None if value.is_split else split_shape)

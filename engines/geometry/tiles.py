@@ -154,24 +154,35 @@ class Tile(tuple[Span, ...]):
         return Tile(*(span if index == number else other for index, other in enumerate(self)))
 
 
-def guess_pixel_axes(shape: tuple[int, ...]) -> Axes:
-    """Return the axes of rows and columns, by the shape alone, of a value that every rank holds whole."""
-    return (-2, -1) if len(shape) == 4 else ()
+def guess_pixel_axes(shape: tuple[int, ...], count: int = 2) -> Axes:
+    """Return the `count` axes of pixels, by the shape alone, of a value that every rank holds whole."""
+    return tuple(range(-count, 0)) if len(shape) == 2 + count else ()
+
+
+class Depth(NamedTuple):
+    """The only position along `axis` of what is drawn of a volume; a rank's tensor begins at position `start` there."""
+
+    axis: int
+    at: int
+    start: int
 
 
 class Plane(NamedTuple):
     """What is drawn of a tile: `tile`, its rows and columns, in each of the `images` (None: in all).
 
     Rows and columns lie along `axes`. A value without pixels has no such axes: then each row is an image, and its
-    columns are the numbers of that image.
+    columns are the numbers of that image. Of a volume, `cut` chooses one of its `planes`, at `depth`.
 
-    >>> Plane.of((4, 10), (-2,), Tile(Span(2, 4)))  # images 2 and 3 of a linear layer's output
-    Plane(images=Span(start=2, stop=4), axes=(), tile=Tile(Span(start=2, stop=4), Span(start=0, stop=10)))
+    >>> plane = Plane.of((4, 10), (-2,), Tile(Span(2, 4)))  # images 2 and 3 of a linear layer's output
+    >>> plane.images, plane.axes, plane.tile
+    (Span(start=2, stop=4), (), Tile(Span(start=2, stop=4), Span(start=0, stop=10)))
     """
 
     images: Span | None
     axes: Axes
     tile: Tile
+    planes: int = 1
+    depth: Depth | None = None
 
     @classmethod
     def of(cls, shape: tuple[int, ...], axes: Axes, tile: Tile) -> Plane:
@@ -181,7 +192,8 @@ class Plane(NamedTuple):
         images = spans.pop(-len(shape), None) if len(spans) != 2 else None
         pixels = tuple(spans) or guess_pixel_axes(shape)
         if pixels:
-            return cls(images, pixels, Tile(*(spans.get(axis, Span(0, shape[axis])) for axis in pixels)))
+            planes = shape[pixels[0]] if len(pixels) > 2 else 1
+            return cls(images, pixels, Tile(*(spans.get(axis, Span(0, shape[axis])) for axis in pixels)), planes)
         rows, cols = math.prod(shape[:1]), math.prod(shape[1:])
         return cls(images, (), Tile(images or Span(0, rows), Span(0, cols)))
 
@@ -192,6 +204,21 @@ class Plane(NamedTuple):
         """
         images = f" of images {self.images.start} to {self.images.stop - 1}" if self.axes and self.images else ""
         return self.tile.describe(() if self.axes else ("images", "numbers")) + images
+
+    def cut(self, share: float) -> Plane:
+        """Return what is drawn at a share of the depth of a volume, or at the plane of the tile that is nearest to it.
+
+        Anything else is drawn as it is.
+
+        >>> Plane.of((1, 2, 8, 4, 6), (-3, -2, -1), Tile.whole(4, 4, 6)).cut(0.7).depth
+        Depth(axis=-3, at=3, start=0)
+        """
+        if len(self.axes) != 3:
+            return self
+        planes, *others = self.tile
+        at = min(max(int(share * self.planes), planes.start), planes.stop - 1)
+        depth = Depth(self.axes[0], at, planes.start)
+        return Plane(self.images, self.axes[1:], Tile(*others), self.planes, depth)
 
 
 class Grid(tuple[int, ...]):

@@ -47,7 +47,8 @@ class ViewRequest:
 
     `image` counts from the first of the micro-batch, and `plane` is what the rank holds of each image. `bound_px` is
     the largest height or width of the view. `held_shape` is the shape in which the tensor has rows and columns as
-    dimensions, if it is not its own.
+    dimensions, if it is not its own. Of the messages of a volume, that plane is viewed that is nearest to `share` of
+    its depth.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ViewRequest:
     channel: int
     bound_px: int
     held_shape: tuple[int, ...] | None = None
+    share: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class RankStepper:
         effects = []
         if get_plane := self._get_plane:
             for landing in self._landings:
-                tile_plane = get_plane(landing.move.tile)
+                tile_plane = get_plane(landing.move.tile).cut(look.share)
                 tensors = (cut_plane(tensor, tile_plane) for tensor in (landing.before, landing.arrived, landing.after))
                 effects.append(ReceivedMessage(landing.move, *tensors))
         part = self.get_tensor(look.name, look.micro_batch, look.gradient)
@@ -236,6 +238,8 @@ def _to_planes(tensor: Tensor, plane: Plane) -> Tensor:
     """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
     if not plane.axes:
         return tensor.reshape(1, 1, len(plane.tile.rows), -1)
+    if plane.depth:
+        tensor = tensor.narrow(plane.depth.axis, plane.depth.at - plane.depth.start, 1)
     count = len(plane.axes)
     moved = tensor.movedim(plane.axes, tuple(range(-count, 0)))
     images = moved.shape[0] if moved.dim() > count else 1

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpi4dl_nb.engines.checks import check_choice
+from mpi4dl_nb.engines.checks import check_choice, is_integer
 from mpi4dl_nb.engines.compiler.compile import Compiler
 from mpi4dl_nb.engines.compiler.shards import Shard, ShardIndex, assemble_shards
 from mpi4dl_nb.engines.compiler.steps import DependencyOrder, StepCounts, StepLabel
@@ -22,6 +22,9 @@ from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
 from mpi4dl_nb.engines.train.debug_step import SumResult, ViewRequest, ViewResult
+
+BOUND_PX = 160
+"""Maximum side, in pixels, of the images that ranks send to be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +228,10 @@ class DebuggedStep(Protocol):
     def image_shape(self) -> Sequence[int]:
         """The shape of a micro-batch of images."""
 
-    def view(self, channel: int = 0, image: int = 0, show: str = "made") -> StepView:
-        """Return one channel of one image of each rank's last value, and the last messages."""
+    def view(
+        self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX, plane: int | None = None
+    ) -> StepView:
+        """Return one channel of one image of each rank's last value, or a plane of it, and the last messages."""
 
 
 def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
@@ -280,8 +285,28 @@ def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done
 # What can be seen of a debugged step: requested from all ranks at once, and assembled here.
 
 
-BOUND_PX = 160
-"""Maximum side, in pixels, of the images that ranks send to be drawn."""
+def choose_depth(image_shape: Sequence[int], plane: int | None) -> float:
+    """Return how deep a plane of images (N, C, D, H, W) is, from 0 to 1; by default the middle one.
+
+    Raises PlanError if there is no such plane, or if the images are signals.
+
+    >>> choose_depth((1, 1, 8, 16, 16), 2), choose_depth((1, 3, 16, 16), None)
+    (0.3125, 0.5)
+    """
+    axes, planes = len(image_shape) - 2, image_shape[2]
+    if axes == 1:
+        raise PlanError(
+            f"The values of signals of shape {tuple(image_shape)} have no rows to be drawn. stepping.tensor(name) "
+            "returns them, and show_slicing draws the signal in tiles."
+        )
+    if plane is None:
+        return 0.5
+    if axes != 3:
+        raise PlanError(f"plane={plane!r} is of volumes, but these are images of shape {tuple(image_shape)}.")
+    if not is_integer(plane) or not 0 <= plane < planes:
+        raise PlanError(f"plane={plane!r} is none of the {planes} planes: use 0 to {planes - 1}.")
+    return (plane + 0.5) / planes
+
 
 SHOWN = ("made", "activation", "gradient")
 INPUT = "images"
@@ -295,18 +320,22 @@ class _ViewTarget:
     gradient: bool = False
     micro_batch: int = 0
 
-    def make_request(self, channel: int, image: int, bound_px: int) -> ViewRequest | None:
+    def make_request(self, channel: int, image: int, bound_px: int, share: float) -> ViewRequest | None:
         """Return the request to the rank."""
         extent = self.extent
         if extent is None:
             return None
-        look = extent.plane, image, channel, bound_px, extent.held_shape
+        look = extent.plane.cut(share), image, channel, bound_px, extent.held_shape, share
         return ViewRequest(extent.name, self.micro_batch, self.gradient, *look)
 
-    def make_panel(self, rank: RankEvent, seen: ViewResult | None, image: int) -> RankPanel | EmptyPanel:
+    def make_panel(self, rank: RankEvent, seen: ViewResult | None, image: int, share: float) -> RankPanel | EmptyPanel:
         """Return the panel for the rank's reply, or the reason why there is nothing to show."""
         if seen is not None and self.extent is not None:
-            return RankPanel(rank.rank, self.extent, self.gradient, seen)
+            extent = self.extent.cut(share)
+            if extent.depth and not extent.held:
+                planes = f"planes {self.extent.held[0].start} to {self.extent.held[0].stop - 1}"
+                return EmptyPanel(rank.rank, f"{planes} of {extent.name}, not plane {extent.depth.at}")
+            return RankPanel(rank.rank, extent, self.gradient, seen)
         if self.extent is not None and self.extent.images is not None and image not in self.extent.images:
             why = f"image {image} is on another rank"
         elif rank.did is None:
@@ -329,19 +358,24 @@ class StepInspector:
     schedule: Schedule
     ask: Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
 
-    def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
-        """See `mpi4dl_nb.training.step_debugger.StepDebugger.view`; `event` is the current position of the step."""
+    def make_view(
+        self, event: StepEvent, show: str, channel: int, image: int, bound_px: int, share: float = 0.5
+    ) -> StepView:
+        """See `mpi4dl_nb.training.step_debugger.StepDebugger.view`; `event` is the current position of the step.
+
+        Of a volume, `share` is how deep the plane is in it.
+        """
         check_choice("show", show, SHOWN)
         asked = [self._choose_target(rank, show) for rank in event.ranks]
-        answers = self.ask("view", [(target.make_request(channel, image, bound_px),) for target in asked])
+        answers = self.ask("view", [(target.make_request(channel, image, bound_px, share),) for target in asked])
         triples = zip(event.ranks, asked, answers, strict=True)
-        panels = tuple(target.make_panel(rank, seen, image) for rank, target, (seen, *_) in triples)
+        panels = tuple(target.make_panel(rank, seen, image, share) for rank, target, (seen, *_) in triples)
         # The messages of the last instructions, each with its effect on the rank that received it. A rank tells of no
         # effect if the value is gone by now.
         effects = [landed for _, landed, _ in answers]
         landed = tuple(
             (
-                sent,
+                replace(sent, plane=sent.plane.cut(share)),
                 next(
                     (effect for effect in effects[sent.target] if effect.move == sent.move),
                     ReceivedMessage(sent.move, None, None, None),

@@ -5,7 +5,7 @@ A page keeps the frames of all instructions that have run, so that it can go bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from mpi4dl_nb.draw.stepper import (
 )
 from mpi4dl_nb.draw.timeline import SLOTS
 from mpi4dl_nb.engines.formatting import format_bytes, format_ranks
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
 from mpi4dl_nb.engines.train.step_events import DebuggedStep, RankEvent, RankPanel, StepView, Transfer
 
@@ -211,8 +212,29 @@ def describe_scene(stepping: DebuggedStep) -> dict[str, Any]:
         "schedule": {"name": schedule.name, "length": schedule.length, "lanes": lanes},
         "looks": [asdict(look) for look in SLOTS.values()],
         "ends": list(stepping.order.ends),
-        "size": list(stepping.image_shape[2:]),
+        "size": _measure_tiles(stepping.image_shape, layout.stages[0].grid),
     }
+
+
+def _measure_tiles(image_shape: Sequence[int], grid: Grid) -> list[int]:
+    """Return the rows and columns of an image as its tiles are drawn; the tiles of a volume stand on each other."""
+    planes_of_tiles = grid.rows // Grid(1, *grid)[-2]
+    return [image_shape[-2] * planes_of_tiles, image_shape[-1]]
+
+
+def is_volume(image_shape: Sequence[int]) -> bool:
+    """Return whether images of this shape are volumes."""
+    return len(image_shape) == 5
+
+
+def find_planes(image_shape: Sequence[int]) -> tuple[int, int]:
+    """Return the middle plane of images of this shape, and the last one: both 0 unless they are volumes.
+
+    >>> find_planes((1, 1, 9, 16, 16)), find_planes((1, 3, 16, 16))
+    ((4, 8), (0, 0))
+    """
+    planes = image_shape[2] if is_volume(image_shape) else 1
+    return planes // 2, planes - 1
 
 
 def describe_progress(stepping: DebuggedStep) -> str:

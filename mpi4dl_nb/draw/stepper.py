@@ -58,12 +58,18 @@ ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
 
 
 def show_step(
-    stepping: DebuggedStep, channel: int = 0, image: int = 0, show: str = "made", message: int = 0
+    stepping: DebuggedStep,
+    channel: int = 0,
+    image: int = 0,
+    show: str = "made",
+    message: int = 0,
+    plane: int | None = None,
 ) -> Drawing:
     """Draw the current position of a debugged step on all ranks, and one channel of one image of their values.
 
     `show` is `activation`, `gradient`, or `made` (the last result). `message` is an index into the last messages.
-    Raises PlanError if the step was abandoned, or if one of the numbers is below zero.
+    Of volumes, one `plane` is drawn, by default the middle one; of a message that does not meet it, its nearest plane.
+    Raises PlanError if the step was abandoned, if one of the numbers is below zero, or if the images are signals.
 
     >>> import torch
     >>> from mpi4dl_nb.engines.models import resnet20_v1
@@ -77,7 +83,7 @@ def show_step(
     """
     if not is_integer(message) or message < 0:
         raise PlanError(f"message={message!r} must be a whole number of 0 or more, the first of the last messages.")
-    return draw_step(stepping.view(channel, image, show), message)
+    return draw_step(stepping.view(channel, image, show, plane=plane), message)
 
 
 def draw_step(view: StepView, focus: int = 0) -> Drawing:
@@ -299,6 +305,7 @@ def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     means = f", means of {format_size(seen.block_px)} px" if max(seen.block_px) > 1 else ""
     channel = min(view.channel, seen.channels - 1)
     where = f"channel {channel} of {seen.channels}, image {view.image}"
+    where += f", plane {extent.depth.at}" if extent.depth else ""
     halos = [split_halo(panel) for panel in group.panels]
     marks = {
         "striped: borrowed pixels": any(borrowed for borrowed, _ in halos),
@@ -364,6 +371,8 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> AxesImage:
 # One message that has arrived: its values, and those of its destination before and after.
 
 
+HEAD_CHARACTERS = 50
+"""Of a line about a message."""
 LONG, DEEP = 5, 2
 """Number of cells shown along a strip, and across it."""
 PAPER = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
@@ -411,10 +420,12 @@ def describe_message(transfer: Transfer) -> str:
     moved = "pixels have moved" if plane.axes else "values have moved"
     what = "gradients were sent back" if transfer.back else moved
     images = f"with all channels{' and images' if plane.images is None else ''}"
-    size = f"{format_size(plane.tile.shape)} px, {format_bytes(transfer.bytes)} {images}"
+    sent = transfer.move.tile if plane.depth else plane.tile  # all planes are sent, one of them is drawn
+    size = f"{format_size(sent.shape)} px, {format_bytes(transfer.bytes)} {images}"
     if not plane.axes:
         size = f"{format_size(plane.tile.shape)} values, {format_bytes(transfer.bytes)}"
-    return f"{what}\n{transfer}\n{size}"
+    shown = f", plane {plane.depth.at} shown" if plane.depth else ""
+    return f"{what}{shown}\n{transfer}\n{size}"
 
 
 def name_strips(transfer: Transfer) -> list[str]:
@@ -428,7 +439,8 @@ def name_strips(transfer: Transfer) -> list[str]:
 def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -> None:
     """Draw the values before, those that arrived, and those after: strips of cells with their indices."""
     strips, (left, bottom, width, height) = _cut_strips(view, focus), box
-    figure.text(left, bottom + height, strips.head, fontsize=9, color=INK, va="bottom")
+    head = "\n".join(textwrap.fill(line, HEAD_CHARACTERS) for line in strips.head.split("\n"))
+    figure.text(left, bottom + height, head, fontsize=9, color=INK, va="bottom")
     known, back = list(strips.known.values()), view.landed[focus][0].back
     if not known:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)

@@ -27,6 +27,7 @@ from mpi4dl_nb.engines.train.step_events import (
     StepEvent,
     StepInspector,
     StepView,
+    choose_depth,
     compute_schedule_time,
     find_transfers,
     make_schedule,
@@ -265,17 +266,22 @@ class StepDebugger(FactTable):
 
     # ---- inspecting
 
-    def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> StepView:
+    def view(
+        self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX, plane: int | None = None
+    ) -> StepView:
         """Return one channel of one image of each rank's last value, and the effects of its last messages.
 
         `show` selects the `activation`, the `gradient`, or whichever was `made` last: gradients in the backward pass. A
         rank that has done nothing yet shows its part of the images. Ranks send at most `bound_px` pixels per side:
-        larger values are averaged down. Raises PlanError, before any rank is asked, for numbers that are too small.
+        larger values are averaged down. Of volumes, `plane` is one of the images (by default the middle one), and of a
+        value with fewer planes the one at its place. Raises PlanError, before any rank is asked, for numbers that are
+        too small, planes that do not exist, and signals.
         """
+        share = choose_depth(self.image_shape, plane)
         for name, asked, low in (("channel", channel, 0), ("image", image, 0), ("bound_px", bound_px, 1)):
             if not is_integer(asked) or asked < low:
                 raise PlanError(f"{name}={asked!r} must be a whole number of {low} or more.")
-        return self._inspector.make_view(self.event, show, channel, image, bound_px)
+        return self._inspector.make_view(self.event, show, channel, image, bound_px, share)
 
     def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:
         """Return a whole value of a micro-batch, assembled from all ranks, or its gradient as accumulated so far.

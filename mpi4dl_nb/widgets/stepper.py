@@ -10,11 +10,19 @@ from typing import Any
 import ipywidgets
 
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.draw.step_frame import FRAME_PX, StepRecord, describe_progress, describe_scene, pack_frame
+from mpi4dl_nb.draw.step_frame import (
+    FRAME_PX,
+    StepRecord,
+    describe_progress,
+    describe_scene,
+    find_planes,
+    is_volume,
+    pack_frame,
+)
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
 from mpi4dl_nb.engines.compiler.steps import StepCounts
 from mpi4dl_nb.engines.errors import PlanError
-from mpi4dl_nb.engines.train.step_events import StepView
+from mpi4dl_nb.engines.train.step_events import StepView, choose_depth
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_dropdown
@@ -66,6 +74,7 @@ class Stepper(PageWidget):
         save_picture: bool = True,
         max_height: int | None = None,
     ) -> None:
+        choose_depth(training.recipe.graph.inputs["images"].shape, None)  # refuses what cannot be drawn
         self.save_picture = save_picture
         self.stepping = training.stepping(images, labels)
         self.record = StepRecord()
@@ -89,7 +98,7 @@ class Stepper(PageWidget):
         super().__init__([], self.view)
         self.children = (*self.children, *menus)  # what is set less often stands below the picture
         self.trouble.layout.display = "none"  # the view shows it, in a place that is free for it
-        for control in (self.show, self.channel, self.image):
+        for control in (self.show, self.channel, self.image, self.plane):
             control.observe(lambda _: self.refresh(), "value")
         self.message.observe(lambda _: self._show_focus(), "value")
         self.refresh()
@@ -106,11 +115,13 @@ class Stepper(PageWidget):
         self.show = make_dropdown("Show", SHOWN_AS, "made", shown, "15em")
         self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown", "9em")
         self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
+        first, last = find_planes(self.stepping.image_shape)
+        self.plane = Slider("Plane", first, 0, last, "Which plane of the volumes is shown", "9em")
         moved = "Of the messages that have just moved, whose values are shown"
         self.message = make_dropdown("Message", [("none", 0)], 0, moved, "35em")
         rows = [
             [self.of, self.kind, self.phase, self.rank, self.layer],
-            [self.show, self.channel, self.image, self.message],
+            [self.show, self.channel, self.image, *([self.plane] if last else []), self.message],
         ]
         return [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
 
@@ -188,7 +199,8 @@ class Stepper(PageWidget):
                 self._draw()
 
     def _draw(self) -> None:
-        view = self.stepping.view(self.channel.value, self.image.value, self.show.value, FRAME_PX)
+        plane = self.plane.value if is_volume(self.stepping.image_shape) else None
+        view = self.stepping.view(self.channel.value, self.image.value, self.show.value, FRAME_PX, plane)
         messages = tuple((str(transfer), index) for index, (transfer, _) in enumerate(view.landed)) or (("none", 0),)
         self._quiet = True  # new options and limits may change values, which would redraw again
         try:

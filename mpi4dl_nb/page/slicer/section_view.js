@@ -16,7 +16,7 @@ const SEAM_PX = 26; // pixels of the layer across a close view of a seam
 
 /** The owner of a scene. What is shown of which layer is known to the slicer, `view`, which has several of these. */
 export class SectionView {
-  /** @param {SlicerView} view
+  /** @param {SectionOwner} view
    * @param {number} number
    * @param {HTMLElement} host
    * @param {AbortSignal} signal */

@@ -15,7 +15,7 @@ import { unpackVolume } from "./volume_tissue.js";
 const READINGS = [["layer", "this layer's halo"], ["picture", "cumulative halo"]];
 
 /** The view of one slicer: a strip, and sections of what is shown. It keeps the model's layer, tile and reading. */
-export class SlicerView {
+class SlicerView {
   /** @param {Room<SlicerValues, SlicerContent>} room */
   constructor({ model, el, signal }) {
     this.model = model;

@@ -171,6 +171,27 @@ interface SceneOwner {
   settle(): void;
 }
 
+/** The slicer as its sections know it: what is shown of which layer, and what is done with a click or a key. */
+interface SectionOwner {
+  model: Model<SlicerValues, SlicerContent>;
+  facts: SlicerFacts;
+  layer: { facts: LayerFacts; numbers: LayerNumbers };
+  tile: number;
+  reading: Reading;
+  position: number[];
+  large: SectionView;
+  isVolume: boolean;
+  cache: TileCache;
+  preview?: TileImage;
+  overlay?: TileImage;
+  volume?: VolumeTissue;
+  set<Name extends keyof SlicerValues>(name: Name, value: SlicerValues[Name]): void;
+  moveTo(position: number[]): void;
+  press(key: string, section: SectionView): boolean;
+  leave(): void;
+  sayLater(word: () => string): void;
+}
+
 /** A place of the picture: its pixel and that pixel's colours, the layer's pixel, and that of the layer's output. */
 interface PointedPlace {
   at: number[];
@@ -184,7 +205,6 @@ interface PointedPlace {
 type PixelColours = (row: number, column: number) => [number, number, number] | null;
 type LayerTable = import("./layer_table.js").LayerTable;
 type SectionView = import("./section_view.js").SectionView;
-type SlicerView = import("./slicer.js").SlicerView;
 type VolumeTissue = import("./volume_tissue.js").VolumeTissue;
 type Scene = import("./scene.js").Scene;
 type TileCache = import("./pyramid.js").TileCache;
