@@ -103,9 +103,9 @@ class Tile(tuple[Span, ...]):
     def _check_image(self) -> None:
         if len(self) != 2:
             raise PlanError(
-                f"This is drawn, or written, by rows and columns, but the tiles have {len(self)} axes. Volumes and "
-                "signals can be trained, compared with one process, forecast and saved, but not drawn or read from "
-                "files."
+                f"This is read, drawn or written by rows and columns, but the tiles have {len(self)} axes. Volumes and "
+                "signals can be trained, compared with one process, forecast, saved and shown (show_slicing, Slicer), "
+                "but not read from files or predicted into them."
             )
 
     @property
