@@ -81,7 +81,7 @@ LOOKS = {
     "halo": BarStyle("halo", "#009e73", "xxx"),
     "stage": BarStyle("stage transfer", "#cc79a7", "\\\\"),
     "all-reduce": BarStyle("all-reduce", "#f0e442", "|||"),
-    "ring": BarStyle("attention in a ring", "#0072b2", "---"),
+    "ring": BarStyle("attention in a ring", "#9b8ce0", "---"),
 }
 ORDER = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)  # in the legend
 ROW_LOOKS = (FORWARD, LOOKS["halo"], WAIT)  # of the shares of a rank's time: work, communication, waiting

@@ -9,7 +9,7 @@ import { summariseFrame } from "./step_frames.js";
 /** @type {Record<string, [string, string]>} */
 const SIGNS = {
   compute: ["c", "#56b4e9"], halo: ["h", "#009e73"], stage: ["s", "#cc79a7"], "all-reduce": ["Σ", "#f0e442"],
-  ring: ["k", "#0072b2"], update: ["u", "#9e9e9e"], "": ["·", "#d9d9d9"],
+  ring: ["k", "#9b8ce0"], update: ["u", "#9e9e9e"], "": ["·", "#d9d9d9"],
 };
 const HIGH = 30, RESTART = "r";
 
