@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
@@ -215,18 +214,13 @@ def test_any_grid_can_be_written_down(rows: int, cols: int):
     assert (grid.rows, grid.cols) == (rows, cols)
 
 
-@given(side=st.integers(1, 60), more=st.integers(1, 100))
-def test_squares_and_no_others_are_square(side: int, more: int):
-    assert Plan(num_spatial_parts=side**2).ranks == side**2 + 1
-    between = side**2 + 1 + more % (2 * side)  # up to the next square, left out
-    with pytest.raises(PlanError, match=f"Use {side**2} or {(side + 1) ** 2}, "):
-        Plan(num_spatial_parts=between)
-
-
-@given(count=st.integers(2, 200))
-def test_the_mend_for_a_number_that_is_no_square_mends(count: int):
-    assume(math.isqrt(count) ** 2 != count)
-    with pytest.raises(PlanError) as caught:
-        Plan(num_spatial_parts=count)
-    for mend in re.search(r"another slice_method, such as '(.+)', or '(.+)' of volumes", str(caught.value)).groups():
-        assert Plan(num_spatial_parts=count, slice_method=mend).ranks == count + 1
+@given(count=st.integers(1, 200))
+def test_any_number_of_tiles_has_a_grid_whose_sides_are_closest(count: int):
+    plan = Plan(num_spatial_parts=count)
+    assert plan.ranks == count + 1
+    rows, cols = plan.grids[0]
+    assert rows * cols == count
+    assert not any(count % side == 0 for side in range(rows + 1, math.isqrt(count) + 1))
+    if math.isqrt(count) ** 2 == count:  # a square stays one, whatever the image
+        assert plan.fit((64, 4096)) == plan
+        assert rows == cols
