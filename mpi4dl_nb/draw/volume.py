@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from mpi4dl_nb.draw.figure import format_size
 from mpi4dl_nb.draw.navigation import RasterCache, are_integers
 from mpi4dl_nb.draw.packed_tables import pack_tables
 from mpi4dl_nb.draw.sections import Section, list_sections
@@ -98,14 +99,18 @@ class Volume:
 MOST_GREY = 1 << 20  # bytes: pixels of the volume that a page has
 
 
-def pack_grey(volume: Volume, most_bytes: int = MOST_GREY) -> bytes:
-    """Return the grey of every few planes, rows and columns, packed: `sizes`, and the bytes `grey`, deflated."""
+def pack_grey(volume: Volume, most_bytes: int = MOST_GREY) -> tuple[bytes, str]:
+    """Return the grey of every few planes, rows and columns, packed: `sizes`, and the bytes `grey`, deflated.
+
+    Return what is left out of it as well, in words, or "".
+    """
     steps = [1] * len(volume.shape())
     while True:
         part = volume.values[tuple(slice(step // 2, None, step) for step in steps)]
         packed = b"" if part.size > MOST_GREY else zlib.compress(volume.make_grey(part).tobytes())
         if part.size == 1 or 0 < len(packed) <= most_bytes:
-            return pack_tables({"sizes": part.shape, "grey": packed})
+            words = f"The page has one pixel for {format_size(steps)} of the {volume.name}; the others are left out."
+            return pack_tables({"sizes": part.shape, "grey": packed}), words if max(steps) > 1 else ""
         steps[part.shape.index(max(part.shape))] *= 2
 
 

@@ -23,7 +23,6 @@ from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net, descri
 from mpi4dl_nb.draw.navigation import (
     RasterCache,
     count_levels,
-    describe_level,
     encode_pixels,
     find_owner,
     get_picked_output,
@@ -135,8 +134,7 @@ class Slicer(PageWidget):
 
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
         view = self.view.save_pictures(picture_bytes)
-        finest = view.values["facts"]["picture"].get("finest")
-        missing = NOT_SAVED if finest is None else describe_level(finest)
+        missing = view.values["facts"].get("left_out", NOT_SAVED)
         return SavedPart([view], remarks=[missing] if missing else [])
 
     @property

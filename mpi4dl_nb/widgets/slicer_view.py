@@ -8,7 +8,7 @@ from dataclasses import replace
 import traitlets
 
 from mpi4dl_nb.draw.halo_points import Shown
-from mpi4dl_nb.draw.navigation import are_tiles, encode_pyramid, encode_tile, is_picked, is_view
+from mpi4dl_nb.draw.navigation import are_tiles, describe_level, encode_pyramid, encode_tile, is_picked, is_view
 from mpi4dl_nb.draw.volume import Volume, are_sections, encode_section, is_position, pack_grey
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.images.picture_reader import Picture
@@ -48,7 +48,8 @@ class PictureTissue:
                 f"The image does not fit into picture_bytes={most_bytes:,}: its coarsest level takes more. Give "
                 f"picture_bytes={MIN_PICTURE_BYTES:,} or more."
             )
-        facts = facts | {"picture": facts["picture"] | {"finest": min(level for level, _, _ in tiles)}}
+        finest = min(level for level, _, _ in tiles)
+        facts = facts | {"picture": facts["picture"] | {"finest": finest}, "left_out": describe_level(finest)}
         answers = {make_key(tile): ({"tiles": [tile], "trouble": ""}, (pixels,)) for tile, pixels in tiles.items()}
         return replace(saved, values=saved.values | {"facts": facts}, answers={"tiles": answers})
 
@@ -57,7 +58,8 @@ class VolumeTissue:
     """The grey of a volume as a page gets it: all of it, maybe coarsely, and the sections that it asks for."""
 
     def __init__(self, volume: Volume) -> None:
-        self.volume, self.preview = volume, pack_grey(volume)
+        self.volume = volume
+        self.preview, _ = pack_grey(volume)
 
     def accepts(self, tiles: object) -> bool:
         """Return whether these are sections of the volume: [number, position] each."""
@@ -69,7 +71,9 @@ class VolumeTissue:
 
     def save(self, saved: SavedView, most_bytes: int) -> SavedView:
         """Return a view with the volume as finely as fits into `most_bytes`."""
-        return replace(saved, values=saved.values | {"preview": pack_grey(self.volume, most_bytes)})
+        preview, left_out = pack_grey(self.volume, most_bytes)
+        facts = saved.values["facts"] | {"left_out": left_out}
+        return replace(saved, values=saved.values | {"facts": facts, "preview": preview})
 
 
 Tissue = PictureTissue | VolumeTissue

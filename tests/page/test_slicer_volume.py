@@ -116,3 +116,18 @@ def test_the_exact_sections_of_a_large_volume_come_from_the_kernel(chromium, mon
     assert other.page.locator("canvas").first.screenshot() == exact
     harness.close()
     other.close()
+
+
+def test_a_signal_has_the_keys_of_a_picture(chromium):
+    slicer = Slicer(torch.linspace(0, 1, 50)[None], Plan(split_size=1, slice_method="2"))
+    harness = PageHarness(chromium, slicer.view)
+    harness.advance()
+    position = list(slicer.view.position)
+    press(harness, "PageDown", "v", "t")
+    assert (slicer.view.position, slicer.view.large, slicer.view.tile) == (position, 0, 1)
+    expect(harness.page.get_by_role("slider")).to_have_count(0)
+    box = harness.page.locator("canvas").bounding_box()
+    harness.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2)
+    expect(harness.page.locator(".mpi4dl-tooltip")).to_contain_text("owner: tile 0, rank 0")
+    assert harness.errors == []
+    harness.close()

@@ -58,7 +58,10 @@ def test_pages_get_all_of_a_small_volume(slicer):
     packed = unpack_tables(slicer.view.preview)
     grey = np.frombuffer(zlib.decompress(bytes(packed["grey"])), np.uint8).reshape(packed["sizes"])
     assert grey.shape == SIZES
-    saved = unpack_tables(slicer.save_part(300).views[0].values["preview"])
+    part = slicer.save_part(300)
+    assert part.remarks == ["The page has one pixel for 2 × 4 × 4 of the volume; the others are left out."]
+    assert slicer.save_part(10**6).remarks == []
+    saved = unpack_tables(part.views[0].values["preview"])
     assert np.prod(saved["sizes"]) < grey.size
     assert len(bytes(saved["grey"])) <= 300
 

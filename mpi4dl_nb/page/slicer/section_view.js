@@ -5,7 +5,7 @@ import { centreRectangle, countPixels, findCentre, measureRectangle, scaleRectan
 import { cutLayer, scalePosition } from "./layer_sections.js";
 import { PixelReader } from "./pixel_reader.js";
 import { Scene } from "./scene.js";
-import { SLICER_KEYS, VOLUME_KEYS, describePlace } from "./slicer_words.js";
+import { describePlace, listKeys } from "./slicer_words.js";
 import {
   findHalo, paintCursor, paintLabels, paintPicture, paintPlanes, paintPrediction, paintScale, paintSection, paintTiles,
   paintValues,
@@ -34,8 +34,8 @@ export class SectionView {
     this.coarse = undefined;
     /** @type {unknown[]} */
     this.coarseOf = [];
-    const keys = [...SLICER_KEYS, ...(view.isVolume ? VOLUME_KEYS : [])].map((pair) => pair.join(": ")).join("; ");
-    const what = view.isVolume ? `, ${this.section.names.join(" and ")}` : "";
+    const keys = listKeys(view.facts).map((pair) => pair.join(": ")).join("; ");
+    const what = view.facts.sections.length > 1 ? `, ${this.section.names.join(" and ")}` : "";
     const [rows, columns] = this.section.scene;
     this.scene = new Scene(host, [columns, rows], `${view.facts.picture.name} in tiles${what}. ${keys}`, this, signal);
   }
@@ -66,7 +66,7 @@ export class SectionView {
     const enlarged = paintTiles(context, scene, table, view.tile, view.reading, colours);
     if (!view.isVolume) paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, table, view.tile);
-    if (view.isVolume) paintPlanes(context, scene, this.toScene(view.position));
+    if (view.facts.sections.length > 1) paintPlanes(context, scene, this.toScene(view.position));
     if (scene.cursor && this.isInside(...scene.cursor)) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
     if (this.isLarge) paintScale(context, scene, picture.microns, enlarged);
   }

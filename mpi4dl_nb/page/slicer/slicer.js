@@ -8,7 +8,7 @@ import { TileCache } from "./pyramid.js";
 import { unpackTables } from "../shared/tables.js";
 import { PlaneSliders } from "./plane_sliders.js";
 import { SectionView } from "./section_view.js";
-import { SLICER_KEYS, VOLUME_KEYS, describeLayer, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
+import { describeLayer, listKeys, listTileLines, makeClassList, makePieceList } from "./slicer_words.js";
 import { unpackVolume } from "./volume_tissue.js";
 
 /** @type {[Reading, string][]} */
@@ -102,7 +102,7 @@ class SlicerView {
     }
     this.switches.overlaid = add("predicted map", () => this.set("overlaid", !this.model.get("overlaid")), "key o");
     this.switches.fields = add("receptive fields", () => this.set("fields", !this.model.get("fields")), "key f");
-    bar.append(makeKeyHelp(this.stage, [...SLICER_KEYS, ...(this.isVolume ? VOLUME_KEYS : [])]));
+    bar.append(makeKeyHelp(this.stage, listKeys(this.facts)));
     return bar;
   }
 
@@ -248,7 +248,7 @@ class SlicerView {
       o: () => this.set("overlaid", !this.model.get("overlaid")),
     };
     const [across] = section.section.across;
-    if (this.isVolume) {
+    if (this.sections.length > 1) {
       Object.assign(actions, {
         PageUp: () => this.step(across, -1),
         PageDown: () => this.step(across, 1),

@@ -9,15 +9,21 @@ const FIELDS_WAIT = "Receptive fields wait for a pixel: point at one, or go to o
 const NO_FIELDS = "The outputs of this layer are no pixels, and have no receptive fields.";
 
 /** What the pointer and the keys do on the picture. */
-export const SLICER_KEYS = [
+const SLICER_KEYS = [
   ["drag", "move the picture"], ["wheel, + −", "zoom"], ["0", "the whole picture"], ["click, t T", "choose a tile"],
   ["pointer, arrows", "from pixel to pixel: who owns it, who borrows it"], ["[ ]", "choose a layer"],
   ["h", "the halo from close by"], ["c", "this layer's halo, or the cumulative one"], ["f", "receptive fields"],
   ["o", "the predicted map"],
 ];
 
-/** What other keys do on a view of a volume. */
-export const VOLUME_KEYS = [["PageUp PageDown", "to the plane before or behind"], ["v", "make another view the large one"]];
+/** What other keys do where there are several sections. */
+const VOLUME_KEYS = [["PageUp PageDown", "to the plane before or behind"], ["v", "make another view the large one"]];
+
+/** Return all keys, each with what it does.
+ * @type {(facts: SlicerFacts) => string[][]} */
+export function listKeys({ sections }) {
+  return sections.length > 1 ? [...SLICER_KEYS, ...VOLUME_KEYS] : SLICER_KEYS;
+}
 
 /** Return the line about a layer while no pixel is pointed at, with what receptive fields wait for if they are on.
  * @type {(facts: SectionLayerFacts, fields: boolean) => string} */
