@@ -59,7 +59,7 @@ def test_pages_get_all_of_a_small_volume(slicer):
     grey = np.frombuffer(zlib.decompress(bytes(packed["grey"])), np.uint8).reshape(packed["sizes"])
     assert grey.shape == SIZES
     part = slicer.save_part(300)
-    assert part.remarks == ["The page has one pixel for 2 × 4 × 4 of the volume; the others are left out."]
+    assert part.remarks == ["The page has one pixel for 2 × 2 × 2 of the volume; the others are left out."]
     assert slicer.save_part(10**6).remarks == []
     saved = unpack_tables(part.views[0].values["preview"])
     assert np.prod(saved["sizes"]) < grey.size
