@@ -133,7 +133,7 @@ def show_slicing(
     >>> from mpi4dl_nb import Plan, show_slicing
     >>> figure = show_slicing(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), tile=0)
     """
-    picture = open_shown(image, plan, channel)
+    picture, plan = open_shown(image, plan, channel)
     shown = picture if isinstance(picture, Volume) else RasterCache(picture)
     side = resolve_along(along, len(picture.shape()))
     if reading not in READINGS:

@@ -148,28 +148,28 @@ def is_position(position: object, sizes: Sequence[int]) -> bool:
     return are_integers(position, len(sizes)) and all(0 <= px < size for px, size in zip(position, sizes, strict=True))
 
 
-def open_shown(source: Source | Volume, plan: Plan, channel: int | None = None) -> Picture | Volume:
-    """Open what is drawn in tiles: a picture as `open_image` does, or a volume (C, D, H, W) or signal (C, L) in memory.
+def open_shown(source: Source | Volume, plan: Plan, channel: int | None = None) -> tuple[Picture | Volume, Plan]:
+    """Open what is drawn in tiles, and return it with the plan for its size.
 
-    Raises ImageError if it is neither, or if the plan cuts other axes.
+    It is a picture as `open_image` opens it, or a volume (C, D, H, W) or signal (C, L) in memory. Raises ImageError if
+    it is neither, or if the plan cuts other axes.
     """
-    axes = len(plan.grids[0])
     if not (isinstance(source, Volume) or (isinstance(source, torch.Tensor) and source.dim() != 3)):
         picture = open_image(source)
         if channel is not None:
             raise ImageError(f"channel={channel!r} is of volumes and signals. A picture has colours: leave it out.")
-        if axes != 2:
-            raise _make_axes_error(picture.shape(), plan, "Give a volume as a tensor (C, D, H, W), a signal as (C, L)")
-        return picture
+        return picture, _fit(plan, picture.shape(), "Give a volume as a tensor (C, D, H, W), a signal as (C, L)")
     volume = source if isinstance(source, Volume) else Volume(source, channel or 0)
-    if axes != len(volume.shape()):
-        raise _make_axes_error(volume.shape(), plan, "A picture is a tensor (C, H, W), such as images[0] of a batch")
-    return volume
+    return volume, _fit(plan, volume.shape(), "A picture is a tensor (C, H, W), such as images[0] of a batch")
 
 
-def _make_axes_error(sizes: Sequence[int], plan: Plan, other: str) -> ImageError:
+def _fit(plan: Plan, sizes: Sequence[int], other: str) -> Plan:
+    """Return the plan for these sizes. Raises ImageError, with what `other` could be meant, if it cuts other axes."""
+    plan = plan.fit(sizes)
     grid = plan.grids[0]
-    return ImageError(
-        f"The plan cuts along {len(grid)} axes ({grid} tiles), but this has {len(sizes)}, of sizes "
-        f"{' x '.join(map(str, sizes))}. Use slice_method='{find_compact_grid(sizes, grid.tiles)}'. {other}."
-    )
+    if len(grid) != len(sizes):
+        raise ImageError(
+            f"The plan cuts along {len(grid)} axes ({grid} tiles), but this has {len(sizes)}, of sizes "
+            f"{' x '.join(map(str, sizes))}. Use slice_method='{find_compact_grid(sizes, grid.tiles)}'. {other}."
+        )
+    return plan

@@ -91,8 +91,8 @@ class Configurator(StillFigure, ipywidgets.VBox):
         known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
         self.machines: Mapping[str, Machine | None] = {OWN: None, **known}
         self._first = PlanCache(Task.of(model, image_shape, loss, optimiser, labels, device))
-        self.planning, plan = self._first, plan or Plan()
         shape = self._first.traces.image_shape
+        self.planning, plan = self._first, (plan or Plan()).fit(shape[2:])
         self.knobs = {
             field.name: Knob(field.name, getattr(plan, field.name), self._handle_change) for field in fields(Plan)
         }
@@ -247,7 +247,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
                     raise PlanError(f"{knob.name}={knob.value!r} must be a whole number from 1 to {most:,}.")
             shape = resize_shape(self._first.traces.image_shape, self.image_px.value, self.batch.value)
             planning = self._first.with_shape(shape)
-            plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
+            plan = Plan(**{name: knob.value for name, knob in self.knobs.items()}).fit(shape[2:])
             if plan.ranks > MOST_BLOCKS:
                 raise PlanError(
                     f"{plan.summary} has {plan.ranks:,} ranks, and a page shows at most {MOST_BLOCKS:,}. Choose fewer "

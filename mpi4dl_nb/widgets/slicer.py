@@ -91,13 +91,14 @@ class Slicer(PageWidget):
         channel: int | None = None,
     ) -> None:
         self.save_picture = save_picture
-        self._plan, self.image, self._layers = plan, open_shown(image, plan, channel), None
+        self._layers = None
+        self.image, self._plan = open_shown(image, plan, channel)
         self._named = self.image if save_picture or isinstance(self.image, Volume) else make_nameless(self.image)
         self.prediction = None if prediction is None else _read_map(self.image, prediction, class_names)
         if model is not None:
             size = format_size(self.image.shape())
             with show_status(f"Tracing {type(model).__name__} for images of {size} px ..."):
-                self._layers = HaloLayers(resolve_graph(model, self.image, plan), plan)
+                self._layers = HaloLayers(resolve_graph(model, self.image, self._plan), self._plan)
         together = plan.fused_layers if plan.halo_d2 else "auto"
         self.layer = make_bounded_int("layer", 0, 0, 0, "among those that read beyond their tiles", "8em")
         self.tile = make_bounded_int("tile", 0, 0, 0, "whose halo is shown", "7em")

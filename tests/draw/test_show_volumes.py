@@ -182,3 +182,11 @@ def test_a_picture_is_its_only_section():
     point = make_picture_point(ArrayPicture("p", np.zeros((8, 10, 3), np.uint8)), make_plan("2x2"), 0)
     (section,) = list_sections((3, 4))
     assert SectionPoint.of(point, section).tiles == point.tiles
+
+
+def test_a_number_of_tiles_alone_is_drawn_in_the_grid_that_runs():
+    plan, model = Plan(split_size=1, num_spatial_parts=6), nn.Conv3d(2, 3, 3, padding=1)
+    grid = prepare(model, plan, (1, 2, *SIZES), nn.MSELoss()).plan.slice_method
+    assert f"in {grid} tiles" in show_slicing(NUMBERS, plan).alt
+    assert f"in {grid} tiles" in show_slicing(NUMBERS, plan, model).alt
+    assert "in 1x6 tiles" in show_slicing(np.zeros((8, 96, 3), np.uint8), plan).alt

@@ -86,3 +86,7 @@ def test_what_a_volume_has_not_is_refused():
         Slicer(VOLUME, PLAN, prediction=np.zeros((4, 4), int))
     with pytest.raises(ImageError, match="cuts along 2 axes"):
         Slicer(VOLUME, Plan(split_size=1, slice_method="2x2"))
+
+
+def test_a_number_of_tiles_alone_is_shown_in_the_grid_that_runs():
+    assert Slicer(torch.zeros(1, 8, 8, 64), Plan(split_size=1, num_spatial_parts=4)).plan.slice_method == "1x1x4"
