@@ -72,7 +72,7 @@ class Crossings:
     `batch` is the number of images of a micro-batch.
     """
 
-    found: tuple[CrossStageValue, ...]
+    crossings: tuple[CrossStageValue, ...]
     layout: Layout
     batch: int
     values: dict[str, ValueLayout] = field(default_factory=dict)
@@ -80,11 +80,11 @@ class Crossings:
     @property
     def end_tag(self) -> int:
         """The tag after the last one that transfers between stages use."""
-        return 2 + 2 * _PARTS * self.layout.directions * len(self.found)
+        return 2 + 2 * _PARTS * self.layout.directions * len(self.crossings)
 
     def send(self, builder: Builder, role: Role) -> None:
         """Add the transfers of what a stage has made for later ones."""
-        for crossing in self.found:
+        for crossing in self.crossings:
             if crossing.source == role.stage:
                 cropped = builder.crop_to_own(Ref(crossing.value))
                 for part in separate_lead(builder, cropped):
@@ -93,7 +93,7 @@ class Crossings:
 
     def receive(self, builder: Builder, role: Role) -> None:
         """Add the transfers of what a stage reads of earlier ones, and the values."""
-        for crossing in self.found:
+        for crossing in self.crossings:
             if crossing.target != role.stage:
                 continue
             value = self.values[crossing.value]
@@ -107,8 +107,8 @@ class Crossings:
 
     def _assemble(self, builder: Builder, role: Role, crossing: CrossStageValue, value: ValueLayout) -> None:
         """Add a value to the target's from its parts, which have arrived in their split form."""
-        made, refs = self.values[crossing.value], []
-        for part, layout in zip(self._list_parts(role, crossing, made), made.separate(), strict=True):
+        sent, refs = self.values[crossing.value], []
+        for part, layout in zip(self._list_parts(role, crossing, sent), sent.separate(), strict=True):
             if part.of_first and not builder.is_first:
                 continue
             builder.values[part.value.name] = replace(part.value, places=to_places(part.axes))
@@ -116,9 +116,9 @@ class Crossings:
                 places = layout.places if part.is_kept else value.places
                 builder.merge_axes(Ref(part.value.name), replace(layout, places=places))
             refs.append(Ref(layout.name))
-        if made.lead:
+        if sent.lead:
             pixels, *beside = refs
-            joined = (*beside, pixels), made.places[0].dim
+            joined = (*beside, pixels), sent.places[0].dim
             builder.add_local_op(value.name, "aten.cat.default", *joined, like=value.spec, axes=value.places)
 
     def _transfer(self, builder: Builder, role: Role, crossing: CrossStageValue, value: ValueLayout) -> bool:
@@ -162,7 +162,7 @@ class Crossings:
             owned = dict(list(owned.items())[:1])  # all source ranks hold the same, or the first one alone: it sends
         name = f"{whole.name.removesuffix('.split')}.stage{crossing.source}to{crossing.target}"
         # All micro-batches use this tag: their messages match in the order in which both ranks post them.
-        tag = crossing.tag + 2 * number + 2 * _PARTS * role.direction * len(self.found)
+        tag = crossing.tag + 2 * number + 2 * _PARTS * role.direction * len(self.crossings)
         builder.transfer(whole, "stage", name, whole.name, tag, owned, wanted)
         return builder.rank in wanted
 

@@ -69,12 +69,12 @@ class Lowering:
         self.reads = [{name for node in self._get_nodes(span) for name in node.reads} for span in self.spans]
         if graph.whole:
             self.reads[-1] |= graph.whole.reads  # the last stage counts what the loss divides by
-        found = tuple(find_crossings(graph, self.layout, self.stage_of))
-        self.crossings = Crossings(found, self.layout, graph.inputs["images"].shape[0])
+        crossings = tuple(find_crossings(graph, self.layout, self.stage_of))
+        self.crossings = Crossings(crossings, self.layout, graph.inputs["images"].shape[0])
         blocks = 1 + 2 * len(self.spans)
         if self.crossings.end_tag > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
             raise PlanError(
-                f"split_size={len(self.spans)} with {len(found)} values read in later stages needs more tags "
+                f"split_size={len(self.spans)} with {len(crossings)} values read in later stages needs more tags "
                 "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
             )
         self._builders: dict[Role, Builder] = {}
@@ -113,7 +113,8 @@ class Lowering:
 
     def build_forward(self, role: Role, lasting: Iterable[str]) -> tuple[ModelInstruction, ...]:
         """Return the forward instructions of a rank's stage; `lasting` values live to the end of the step."""
-        kept = {crossing.value for crossing in self.crossings.found if role.stage in (crossing.source, crossing.target)}
+        passing = (item for item in self.crossings.crossings if role.stage in (item.source, item.target))
+        kept = {crossing.value for crossing in passing}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
         items = self.get_builder(role).finish(kept.union(lasting))
         return tuple(replace(item, name=f"{prefix}{item.name}") for item in items)

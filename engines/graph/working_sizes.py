@@ -39,10 +39,10 @@ def suggest_sizes(model: nn.Module, images: TensorSpec) -> str:
     def runs(size: Size) -> bool:
         return can_run(model, replace(images, shape=(*outer, *size)))
 
-    found = next((step for step in _MULTIPLES if runs(_find_probe(whole, [step] * len(whole)))), None)
-    if found is None or runs(whole):
+    multiple = next((step for step in _MULTIPLES if runs(_find_probe(whole, [step] * len(whole)))), None)
+    if multiple is None or runs(whole):
         return ""
-    steps = _reduce_steps(whole, found, lambda size: time.thread_time() < end_s and runs(size))
+    steps = _reduce_steps(whole, multiple, lambda size: time.thread_time() < end_s and runs(size))
     pairs = list(zip(whole, steps, strict=True))
     nearest = tuple(side - side % step for side, step in pairs), tuple(-(-side // step) * step for side, step in pairs)
     sizes = [" x ".join(map(str, size)) for size in nearest if all(size) and runs(size)]

@@ -132,10 +132,10 @@ def are_sections(asked: object, sizes: Sequence[int]) -> bool:
         return False
     across = [section.across for section in list_sections([0] * len(sizes))]
     return all(
-        are_integers(each, 2)
-        and 0 <= each[0] < len(across)
-        and all(0 <= each[1] < sizes[axis] for axis in across[each[0]])
-        for each in asked
+        are_integers(pair, 2)
+        and 0 <= pair[0] < len(across)
+        and all(0 <= pair[1] < sizes[axis] for axis in across[pair[0]])
+        for pair in asked
     )
 
 
