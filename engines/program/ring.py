@@ -220,12 +220,12 @@ class RingAttention(Instruction):
         shared = math.prod(self.spec.shape[:-2]) // math.prod(own.key.shape[:-2])
         copies = shared * largest if shared > 1 else 0
         if forward:
-            made = self.spec.numel * item if self.is_fused else chunk * wide + drawn
-            return arriving * largest + copies + self.spec.numel * wide + made
+            working = self.spec.numel * item if self.is_fused else chunk * wide + drawn
+            return arriving * largest + copies + self.spec.numel * wide + working
         # Gradients of a piece: as computed, and packed; those of the one before, on their way back. Of the own block:
         # the sum of its gradients, and those of a piece that arrive.
         blocks = arriving + 2 + min(1, len(self.blocks) - 2)
         mask = self.trained_mask.numel * wide if self.trained_mask else 0
         sums = rows * (own.key.shape[-1] + 1) * wide + mask
-        made = rows * own.key.shape[-1] * item if self.is_fused else chunk * wide + max(chunk * wide, drawn)
-        return blocks * largest + 2 * copies + own.bytes + max(self._cut(own)) + sums + made
+        working = rows * own.key.shape[-1] * item if self.is_fused else chunk * wide + max(chunk * wide, drawn)
+        return blocks * largest + 2 * copies + own.bytes + max(self._cut(own)) + sums + working

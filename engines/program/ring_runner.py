@@ -65,9 +65,9 @@ class RingRunner:
             totals[returning.piece] += returning.wait()
         split = [self._split(total, 0, piece) for piece, total in enumerate(totals)]
         key_parts, value_parts = zip(*split, strict=True)
-        made = [gradient.query, torch.cat(key_parts, -2), torch.cat(value_parts, -2), gradient.mask]
+        of_sources = [gradient.query, torch.cat(key_parts, -2), torch.cat(value_parts, -2), gradient.mask]
         gradients: dict[str, Tensor] = {}
-        for name, part in zip(ring.sources, made, strict=False):
+        for name, part in zip(ring.sources, of_sources, strict=False):
             if part is not None:
                 part = part.to(leaves[name].dtype)
                 # One value may be several of them.

@@ -99,7 +99,7 @@ def draw_sections(volume: Volume, point: HaloPoint, tile: int | None, view: Laye
     title, values = format_title(volume, point), []
     large = first.aspect if place is None else limit_aspect(place.size_px)
     listed = [*words, *truncate_lines(pieces)]
-    figure, main, sides, _ = make_panels(large, [each.aspect for each in small], title, listed)
+    figure, main, sides, _ = make_panels(large, [other.aspect for other in small], title, listed)
     panels = [*zip(sides, small, strict=True)]
     if place is None:
         panels.insert(0, (main, first))

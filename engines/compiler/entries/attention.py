@@ -199,8 +199,8 @@ def _find_trained_mask(b: Builder, mask: Ref | None, result: TensorSpec) -> Tens
     if mask is None or not b.get_value(mask).differentiable:
         return None
     spec = b.get_value(mask).spec
-    own = result.shape[len(result.shape) - len(spec.shape) : -1]
-    rows = (1 if whole == 1 else size for whole, size in zip(spec.shape[:-1], own, strict=True))
+    sizes = result.shape[len(result.shape) - len(spec.shape) : -1]
+    rows = (1 if whole == 1 else size for whole, size in zip(spec.shape[:-1], sizes, strict=True))
     return replace(spec, shape=(*rows, *spec.shape[-1:]))
 
 
