@@ -30,7 +30,9 @@ _WIDGETS = ("slicer", "stepper", "timeline", "configurator")
 
 def make_page_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags of `page`."""
-    flags = options.make_parser("Save a page of a model on an image that is alive in any browser, without a kernel.")
+    flags = options.make_parser(
+        "Save a page of a model on an image that is alive in any browser, without a kernel.", takes_volumes=False
+    )
     flags.add_argument("--image", required=True, help="a picture or slide")
     flags.add_argument("--to", required=True, help="the HTML file to write")
     flags.add_argument("--show", default="slicer", help=f"what the page has, in this order: {','.join(_WIDGETS)}")
@@ -53,6 +55,7 @@ def save_requested_page(arguments: Sequence[str]) -> str:
     names = [name.strip() for name in chosen.show.split(",")]
     if unknown := [name for name in names if name not in _WIDGETS]:
         raise PlanError(describe_unknown(f"--show {unknown[0]!r} is unknown", unknown[0], _WIDGETS))
+    options.parse_image_size(chosen.image_size)
     model, plan = options.build_model(chosen), options.make_plan(chosen)
     with ExitStack() as stack:
         widgets = [stack.enter_context(_open_widget(name, chosen, model, plan)) for name in names]

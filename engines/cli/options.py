@@ -73,11 +73,12 @@ def make_bare_parser(description: str) -> FlagParser:
     return FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
 
-def make_parser(description: str, iterations: int | None = None) -> FlagParser:
+def make_parser(description: str, iterations: int | None = None, takes_volumes: bool = True) -> FlagParser:
     """Make a parser of the flags that all commands share, and of `--iterations` if it has a default."""
     flags = make_bare_parser(description)
     add_model_flags(flags)
-    flags.add_argument("--image-size", default="512", help="pixels: one number, HEIGHTxWIDTH, or DEPTHxHEIGHTxWIDTH")
+    sizes = "one number, HEIGHTxWIDTH, or DEPTHxHEIGHTxWIDTH" if takes_volumes else "one number, or HEIGHTxWIDTH"
+    flags.add_argument("--image-size", default="512", help=f"pixels: {sizes}")
     flags.add_argument("--batch-size", type=int, default=1)
     flags.add_argument("--seed", type=parse_seed, default=0)
     flags.add_argument("--optimiser", choices=sorted(OPTIMISERS), default="sgd")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,7 @@ from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 
 GRID = "grid"
-"""The name under which rows and columns of tiles are shown, which several fields may say."""
+"""The name under which the tiles along each axis are shown, which several fields may say."""
 
 _WHOLE = re.compile(r"-?\d{1,4000}")  # `int` raises ValueError if there are many more digits
 _NAMES = "|".join(OPTIONS)
@@ -73,10 +73,12 @@ def format_text(value: Any) -> str | bool:
     return value if isinstance(value, bool) else format_value(value)
 
 
-def describe_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+def describe_texts(values: Mapping[str, Any], size_px: Sequence[int]) -> dict[str, Any]:
     """Return what a page shows of the options of a plan, which may be invalid, and of its grid of tiles, if it has one.
 
-    >>> texts = describe_texts({name: getattr(Plan(slice_method="1x2"), name) for name in OPTIONS})
+    `size_px` is the size of an image along each axis.
+
+    >>> texts = describe_texts({name: getattr(Plan(slice_method="1x2"), name) for name in OPTIONS}, (64, 64))
     >>> texts["split_size"], texts["grid"]
     ('2', [1, 2])
     """
@@ -85,5 +87,5 @@ def describe_texts(values: Mapping[str, Any]) -> dict[str, Any]:
         stages = values["spatial_size"] or 1
         names = ("slice_method", "num_spatial_parts")
         tiled = Plan(split_size=stages, spatial_size=stages, **{name: values[name] for name in names})
-        texts[GRID] = list(tiled.grids[0])
+        texts[GRID] = list(tiled.fit(size_px).grids[0])
     return texts

@@ -42,7 +42,8 @@ from mpi4dl_nb.engines.train.training_events import EpochLog, EpochResult, Score
 def make_train_parser() -> options.FlagParser:
     """Make the parser of the flags of `train`."""
     flags = options.make_parser(
-        "Train a classifier or segmentation model with cross-entropy on the ranks; print speed, loss and accuracy."
+        "Train a classifier or segmentation model with cross-entropy on the ranks; print speed, loss and accuracy.",
+        takes_volumes=False,
     )
     flags.set_defaults(model="resnet", batch_size=32, image_size="32", names=None, test=False)
     flags.add_argument("--num-epochs", type=options.parse_positive, default=1)

@@ -104,8 +104,8 @@ class Tile(tuple[Span, ...]):
         if len(self) != 2:
             raise PlanError(
                 f"This is read, drawn or written by rows and columns, but the tiles have {len(self)} axes. Volumes and "
-                "signals can be trained, compared with one process, forecast, saved and shown (show_slicing, Slicer), "
-                "but not read from files or predicted into them."
+                "signals are tensors: they can be trained, compared with one process, forecast, predicted, saved and "
+                "shown (show_slicing, Slicer, Configurator), but not read from files or predicted into them."
             )
 
     @property
@@ -247,6 +247,11 @@ class Grid(tuple[int, ...]):
     def cols(self) -> int:
         """Number of columns of tiles."""
         return self[-1]
+
+    @property
+    def planes(self) -> int:
+        """Number of planes of tiles: of an image or a signal, 1."""
+        return math.prod(self[:-2])
 
     @property
     def tiles(self) -> int:

@@ -58,20 +58,24 @@ def show_memory(
     >>> from mpi4dl_nb import Plan, resnet20_v1, show_memory
     >>> figure = show_memory(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64), machine="Summit")
     """
-    model = trace_model("show_memory", model, plan, image_shape, loss)
+    graph, plan = trace_model("show_memory", model, plan, image_shape, loss)
     rank_bytes = resolve_machine(machine).get_rank_bytes(plan.ranks) if machine else None
-    return draw_memory(predict_plan_memory(model, plan, optimiser_states), rank_bytes, rank)
+    return draw_memory(predict_plan_memory(graph, plan, optimiser_states), rank_bytes, rank)
 
 
 def trace_model(
     caller: str, model: nn.Module | ModelGraph, plan: Plan, image_shape: Sequence[int] | None, loss: Loss | None
-) -> ModelGraph:
-    """Return the graph of a model, traced at `image_shape` unless it is a graph. Raises PlanError without a shape."""
-    if not isinstance(model, nn.Module):
-        return model
-    if image_shape is None:
-        raise PlanError(f"{caller} needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
-    return TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
+) -> tuple[ModelGraph, Plan]:
+    """Return the graph of a model, traced at `image_shape` unless it is a graph, and the plan for images of that size.
+
+    Raises PlanError without a shape.
+    """
+    graph = model
+    if isinstance(model, nn.Module):
+        if image_shape is None:
+            raise PlanError(f"{caller} needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
+        graph = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
+    return graph, plan.fit(graph.inputs["images"].shape[2:])
 
 
 def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | None = None) -> Drawing:

@@ -10,8 +10,9 @@ import numpy as np
 
 from mpi4dl_nb.draw.packed_tables import pack_columns, pack_tables
 from mpi4dl_nb.draw.rank_map import group_loads, list_values
-from mpi4dl_nb.engines.errors import PlanError
+from mpi4dl_nb.draw.sections import measure_stack, place_on_stack
 from mpi4dl_nb.engines.formatting import format_bytes, format_count, format_number, format_seconds
+from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, StageRanks
 from mpi4dl_nb.engines.predict.forecast import Forecast, RankLoad
@@ -20,7 +21,7 @@ from mpi4dl_nb.engines.predict.machine import Machine
 # The parts of the picture that need no compiling: which block of which image is whose.
 
 
-BLOCK_COLUMNS = dict.fromkeys(("copy", "stage", "tile", "rank", "sides"), "i4")
+BLOCK_COLUMNS = dict.fromkeys(("copy", "stage", "tile", "rank", "spans"), "i4") | {"sides": "f8"}
 MOST_COPIES, MOST_BLOCKS = 12, 16_384
 
 
@@ -28,12 +29,14 @@ MOST_COPIES, MOST_BLOCKS = 12, 16_384
 class PlanShape:
     """The ranks, tiles and stages of a plan for a batch of images.
 
-    `size` is that of the image, rows and columns of px. `facts` are the counts as pairs of a number and what it counts.
+    `image` is the size of an image in words, and `size` are the rows and columns of the picture of all its tiles, of a
+    volume with its planes of tiles on each other. `facts` are the counts as pairs of a number and what it counts.
     `stages` and `copies` are in words. `blocks` holds the `BLOCK_COLUMNS` of each role of each rank of the first copies
-    of the model; the sides are those of its part of the image in px. `left_out` is a sentence about what is not drawn,
-    or empty.
+    of the model: the spans of its part of the image, and the sides of that in the picture. `left_out` is a sentence
+    about what is not drawn, or empty.
     """
 
+    image: str
     size: tuple[int, int]
     facts: tuple[tuple[str, str], ...]
     stages: tuple[dict[str, Any], ...]
@@ -47,23 +50,30 @@ class PlanShape:
 
 
 def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
-    """Return the ranks, tiles and stages of a plan for a batch of `image_shape`, (N, C, H, W). Nothing is compiled.
+    """Return the ranks, tiles and stages of a plan for a batch of `image_shape`, such as (N, C, H, W).
+
+    Nothing is compiled.
 
     Raises PlanError if the image has fewer pixels along an axis than the grid has tiles, or the batch cannot be cut.
 
     >>> count_plan(Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 96)).facts[:2]
     (('5', 'ranks'), ('4', 'tiles of 32 × 48 px'))
     """
-    count, _, rows, cols = image_shape
+    count, _, *sizes = image_shape
     few = plan if plan.replica_ranks <= MOST_BLOCKS else Plan(split_size=1, spatial_size=0)
     layout = Layout.of(replace(few, data_parallel=min(few.data_parallel, MOST_COPIES)))
     copies = min(len(layout.pipes), MOST_COPIES, max(1, MOST_BLOCKS // few.replica_ranks))
-    tiles = [stage.grid.cut(rows, cols) for stage in layout.stages]
+    size = measure_stack(sizes, layout.stages[0].grid.planes)
+    tiles = [stage.grid.cut(*sizes) if stage.grid.tiles > 1 else (Tile.whole(*sizes),) for stage in layout.stages]
+    places = [
+        list(zip(cut, place_on_stack(cut, stage.grid.planes, size), strict=True)) * stage.shares
+        for stage, cut in zip(layout.stages, tiles, strict=True)
+    ]
     blocks = [
-        (copy, index, tile, rank, (cut[0] if stage.shares > 1 else cut[tile]).sides)
+        (copy, stage_index, tile_index, rank, tile.sides, sides)
         for copy, pipe in enumerate(layout.pipes[:copies])
-        for index, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
-        for tile, rank in enumerate(stage.ranks)
+        for stage_index, stage in enumerate(pipe.stages)
+        for tile_index, (rank, (tile, sides)) in enumerate(zip(stage.ranks, places[stage_index], strict=True))
     ]
     pairs = enumerate(zip(layout.stages, tiles, strict=True))
     stages = tuple(_describe_stage(index, stage, cut[0].shape) for index, (stage, cut) in pairs)
@@ -77,15 +87,21 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
     if few is not plan:
         left_out = f"{plan.replica_ranks:,} ranks of a replica are too many to be drawn."
         stages, names, packed = (), (), b""
-    return PlanShape((rows, cols), _count_facts(plan, count, rows, cols), stages, names, packed, left_out)
+    image = _format_px(sizes)
+    return PlanShape(image, size, _count_facts(plan, count, sizes), stages, names, packed, left_out)
 
 
-def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[str, str], ...]:
+def _format_px(sizes: Sequence[int]) -> str:
+    return f"{' × '.join(map(str, sizes))} px"
+
+
+def _count_facts(plan: Plan, count: int, sizes: Sequence[int]) -> tuple[tuple[str, str], ...]:
     """Return the counts of a plan as pairs of a number and what it counts."""
-    tiles = sum(grid.tiles for grid in plan.grids[: plan.spatial_size])
-    alike = len(set(plan.grids[: plan.spatial_size])) == 1
-    high, wide = plan.grids[0].get_tile(0, rows, cols).shape
-    size = f" of {high} × {wide} px" if alike else ""
+    spatial = plan.grids[: plan.spatial_size]
+    tiles = sum(grid.tiles for grid in spatial)
+    size = f" of {_format_px(spatial[0].get_tile(0, *sizes).shape)}" if len(set(spatial)) == 1 else ""
+    planes = max((grid.planes for grid in spatial), default=1)
+    size += f", in {planes} planes below each other" if planes > 1 else ""
     micro = format_count(count // plan.parts, "image")
     facts = [
         _pair(plan.ranks, "rank"),
@@ -104,7 +120,7 @@ def _pair(count: int, name: str, words: str = "") -> tuple[str, str]:
 def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> dict[str, Any]:
     words = "whole images"
     if stage.grid.tiles > 1:
-        words = f"{stage.grid.rows} × {stage.grid.cols} tiles of {tile_px[0]} × {tile_px[1]} px"
+        words = f"{' × '.join(map(str, stage.grid))} tiles of {_format_px(tile_px)}"
     elif stage.shares > 1:
         words = f"{stage.shares} ranks share the images"
     return {
@@ -116,21 +132,19 @@ def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> d
     }
 
 
-def resize_shape(image_shape: Sequence[int], rows_px: int, images: int) -> tuple[int, int, int, int]:
-    """Return (N, C, H, W) of a batch of `images` images with `rows_px` rows, whose columns keep the image's ratio.
+def get_side(image_shape: Sequence[int]) -> int:
+    """Return the side by which images of a batch are resized: their rows, or the positions of signals."""
+    return image_shape[2:][-2:][0]
 
-    Raises PlanError for a batch of volumes or signals.
 
-    >>> resize_shape((2, 3, 64, 96), 128, 4)
-    (4, 3, 128, 192)
+def resize_shape(image_shape: Sequence[int], side_px: int, images: int) -> tuple[int, ...]:
+    """Return the shape of a batch of `images` images with `side_px` rows (signals: positions), in the same ratio.
+
+    >>> resize_shape((2, 3, 64, 96), 128, 4), resize_shape((2, 1, 16, 64, 96), 128, 2)
+    ((4, 3, 128, 192), (2, 1, 32, 128, 192))
     """
-    if len(image_shape) != 4:
-        raise PlanError(
-            f"Sizes are tried out for images (N, C, H, W), not for the shape {tuple(image_shape)}: volumes and signals "
-            "can be forecast (forecast) and tuned (tune)."
-        )
-    _, channels, rows, cols = image_shape
-    return images, channels, rows_px, max(1, round(cols * rows_px / rows))
+    _, channels, *sizes = image_shape
+    return images, channels, *(max(1, round(size * side_px / get_side(image_shape))) for size in sizes)
 
 
 # The load of each rank, in levels and in words.

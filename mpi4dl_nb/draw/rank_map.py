@@ -148,12 +148,12 @@ def show_ranks(
     if model is None:
         return draw_ranks(plan)
     states = count_optimiser_states(optimiser, model, loss)
-    model = trace_model("show_ranks", model, plan, image_shape, loss)
-    loads = [count_load(program, model, plan, states) for program in compile_plan(model, plan)]
+    graph, plan = trace_model("show_ranks", model, plan, image_shape, loss)
+    loads = [count_load(program, graph, plan, states) for program in compile_plan(graph, plan)]
     if machine is None:
         return draw_ranks(plan, loads)
     machine = resolve_machine(machine)
-    foreseen = forecast(model, plan, machine, states)
+    foreseen = forecast(graph, plan, machine, states)
     return draw_ranks(plan, with_time(loads, foreseen), foreseen=describe_forecast(foreseen, machine))
 
 

@@ -76,6 +76,45 @@ def list_sections(at: Sequence[int]) -> tuple[Section, ...]:
     return tuple(Section(axes, tuple(at)) for axes in pairs)
 
 
+# The tiles of a volume as one picture: its planes of tiles stand on each other, as rows of tiles do.
+#
+#     plane 0   | 0 | 1 |
+#               | 2 | 3 |
+#     plane 1   | 4 | 5 |
+#               | 6 | 7 |
+
+ROW_SHARE = 8  # positions of a signal for each of the rows that it is drawn with
+
+
+def measure_stack(sizes: Sequence[int], planes: int) -> tuple[int, int]:
+    """Return the rows and columns of a picture of all tiles of a value, in so many planes of tiles.
+
+    >>> measure_stack((64, 96), 1), measure_stack((16, 64, 96), 2), measure_stack((800,), 1)
+    ((64, 96), (128, 96), (100, 800))
+    """
+    *_, rows, cols = (-(-sizes[-1] // ROW_SHARE), *sizes)
+    return planes * rows, cols
+
+
+def place_on_stack(tiles: Sequence[Tile], planes: int, size: Sequence[int]) -> list[tuple[float, ...]]:
+    """Return the sides (top, left, bottom, right) of all tiles of a value, in order, in a picture of `size`.
+
+    >>> from mpi4dl_nb.engines.geometry.tiles import Grid
+    >>> place_on_stack(Grid(2, 1, 2).cut(16, 64, 96), 2, (128, 96))[3]
+    (64.0, 48.0, 128.0, 96.0)
+    """
+    *_, high, wide = (1, *(span.stop for span in tiles[-1]))
+    down, across = size[0] / (planes * high), size[1] / wide
+    placed = []
+    for tile_number, tile in enumerate(tiles):
+        *_, rows, cols = (ROW, *tile)
+        above = tile_number * planes // len(tiles) * high
+        placed.append(
+            ((above + rows.start) * down, cols.start * across, (above + rows.stop) * down, cols.stop * across)
+        )
+    return placed
+
+
 def limit_aspect(sides: Sequence[int]) -> tuple[float, float]:
     """Return the rows and columns as which a section is drawn: a stack of few planes is drawn thicker than it is.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mpi4dl_nb.draw.packed_tables import pack_tables
 from mpi4dl_nb.draw.plain_text import cut_words
+from mpi4dl_nb.draw.sections import measure_stack
 from mpi4dl_nb.draw.stepper import (
     DONE,
     MAPS,
@@ -31,7 +32,6 @@ from mpi4dl_nb.draw.stepper import (
 )
 from mpi4dl_nb.draw.timeline import SLOTS
 from mpi4dl_nb.engines.formatting import format_bytes, format_ranks
-from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.program.exchange_runner import ReceivedMessage
 from mpi4dl_nb.engines.train.step_events import DebuggedStep, RankEvent, RankPanel, StepView, Transfer
 
@@ -212,14 +212,8 @@ def describe_scene(stepping: DebuggedStep) -> dict[str, Any]:
         "schedule": {"name": schedule.name, "length": schedule.length, "lanes": lanes},
         "looks": [asdict(look) for look in SLOTS.values()],
         "ends": list(stepping.order.ends),
-        "size": _measure_tiles(stepping.image_shape, layout.stages[0].grid),
+        "size": list(measure_stack(stepping.image_shape[2:], layout.stages[0].grid.planes)),
     }
-
-
-def _measure_tiles(image_shape: Sequence[int], grid: Grid) -> list[int]:
-    """Return the rows and columns of an image as its tiles are drawn; the tiles of a volume stand on each other."""
-    planes_of_tiles = grid.rows // Grid(1, *grid)[-2]
-    return [image_shape[-2] * planes_of_tiles, image_shape[-1]]
 
 
 def is_volume(image_shape: Sequence[int]) -> bool:

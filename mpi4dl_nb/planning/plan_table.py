@@ -11,27 +11,30 @@ from typing import Any
 from mpi4dl_nb.draw.plan_picture import MOST_BLOCKS, count_plan, describe_load_groups, measure_gauges
 from mpi4dl_nb.engines.cli.plan_options import describe_texts
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError
+from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import OPTIONS, Plan
 from mpi4dl_nb.engines.predict.machine import Machine
 from mpi4dl_nb.planning.plan_cache import PlanCache
 from mpi4dl_nb.status_line import show_counts
 
 MOST_PLANS = 60
-_SIDES = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 4))
+_PARTS, _MOST_TILES = (1, 2, 4), 16
 _COUNTS = (1, 2, 4)
 _MAIN = ("split_size", "spatial_size", "slice_method", "num_spatial_parts")
 
 
-def list_near_plans(plan: Plan, most: int = MOST_PLANS) -> list[Plan]:
+def list_near_plans(plan: Plan, most: int = MOST_PLANS, axes: int = 2) -> list[Plan]:
     """Return up to `most` plans: `plan`, those with one other option, and then those with several other main options.
 
-    The main options are the numbers of stages and the grid of tiles. Whether a plan fits a model is not checked.
+    The main options are the numbers of stages and the grid of tiles, of images with so many `axes`. Whether a plan fits
+    a model is not checked.
 
     >>> [each.summary for each in list_near_plans(Plan(split_size=2, slice_method="2x2"), most=2)]
     ['2 stages: 2x2 tiles -> 1 rank; 5 ranks', '2 stages: 1x2 tiles -> 1 rank; 3 ranks']
     """
-    grid = f"{plan.grids[0].rows}x{plan.grids[0].cols}" if plan.spatial_size else plan.slice_method
-    grids = dict.fromkeys([grid, *(f"{rows}x{cols}" for rows, cols in _SIDES)])
+    grid = str(plan.grids[0]) if plan.spatial_size else plan.slice_method
+    near_grids = sorted((Grid(*parts) for parts in product(_PARTS, repeat=axes)), key=lambda near: near.tiles)
+    grids = dict.fromkeys([grid, *(str(near) for near in near_grids if 1 < near.tiles <= _MOST_TILES)])
     stages = range(max(1, plan.split_size - 2), plan.split_size + 4)
     spatial = dict.fromkeys([plan.spatial_size, 0, 1, 2])
     base = replace(plan, slice_method=grid, num_spatial_parts=None) if plan.spatial_size else plan
@@ -92,7 +95,7 @@ def _describe_plan(
     compiled = planning.predict_costs(plan, machine)
     groups, of_rank = describe_load_groups(compiled.loads, machine)
     return {
-        "values": describe_texts({name: getattr(plan, name) for name in OPTIONS}),
+        "values": describe_texts({name: getattr(plan, name) for name in OPTIONS}, planning.traces.image_shape[2:]),
         "shape": {"plan": plan_number, "summary": plan.summary, **shape.to_json()},
         "blocks": shape.blocks,
         "loads": {"plan": plan_number, "groups": list(groups)},

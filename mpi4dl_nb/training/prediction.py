@@ -103,6 +103,15 @@ def _begin_prediction(
                 cluster.call(rank_functions.drop_prediction, name)
 
 
+def _describe_batch(shape: Sequence[int]) -> str:
+    """
+    >>> _describe_batch((2, 1, 16, 64, 64))
+    '(N, 1, D, H, W)'
+    """
+    sides = {1: "L", 2: "H, W", 3: "D, H, W"}[len(shape) - 2]
+    return f"(N, {shape[1]}, {sides})"
+
+
 ARRAY_BYTES = 1 << 29  # a larger prediction must be written to a file
 
 
@@ -113,7 +122,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     if images.shape[1] != batch[1] or not images.numel():
         raise ImageError(
             f"images have shape {tuple(images.shape)}, but the model was trained on {batch[1]} channels. "
-            f"Give (N, {batch[1]}, H, W)."
+            f"Give {_describe_batch(batch)}."
         )
     shape = (batch[0] * training.plan.parts, *images.shape[1:])
     with use_default_type_of(training.recipe.graph):
@@ -156,6 +165,12 @@ def predict_picture(
     """Predict a region of a picture tile by tile on all ranks of the training."""
     if kind is not None:
         check_choice("kind", kind, KINDS)
+    batch = training.recipe.graph.inputs["images"].shape
+    if len(batch) != 4:
+        raise ImageError(
+            f"This is a model of {'volumes' if len(batch) == 5 else 'signals'}, {_describe_batch(batch)}, and cannot "
+            "predict a picture. Give a batch of that shape as a tensor."
+        )
     meaning = choose_meaning(activation, training.recipe.graph)
     kind = choose_kind(kind, meaning)
     where = make_absolute(source) if isinstance(source, str | PathLike) else source

@@ -319,9 +319,10 @@ class Training(TrainingHandle):
     ) -> Any:
         """Predict with the current weights, in evaluation mode.
 
-        For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan. A model
-        that computes with several images at once, as with the mean of a batch, gives that only for as many images as a
-        micro-batch has; of other numbers it warns.
+        For a batch of any N (N, C, H, W), of volumes (N, C, D, H, W) or signals (N, C, L) if the model takes these:
+        return the tensor `model.eval()(batch)`, computed under the plan. A model that computes with several images at
+        once, as with the mean of a batch, gives that only for as many images as a micro-batch has; of other numbers it
+        warns.
 
         For a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
         of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes, but for the array
@@ -341,7 +342,8 @@ class Training(TrainingHandle):
 
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
-        if isinstance(source, torch.Tensor | np.ndarray) and source.ndim == 4:  # (N, C, H, W)
+        batch = self.recipe.graph.inputs["images"].shape
+        if isinstance(source, torch.Tensor | np.ndarray) and source.ndim == len(batch):
             changed = {"to": to, "region": region, "level": level or None, "kind": kind, "class_names": class_names}
             asked = {name: value is not None for name, value in changed.items()} | {"activation": activation != "auto"}
             if unread := [f"{name}=" for name, is_given in asked.items() if is_given]:

@@ -20,6 +20,7 @@ from mpi4dl_nb.draw.plan_picture import (
     PlanShape,
     count_plan,
     describe_load_groups,
+    get_side,
     measure_gauges,
     resize_shape,
 )
@@ -28,6 +29,7 @@ from mpi4dl_nb.engines.cli.plan_options import GRID, describe_texts, find_plan_o
 from mpi4dl_nb.engines.compiler.trace_cache import Loss
 from mpi4dl_nb.engines.errors import Mpi4dlError, PlanError, TraceError
 from mpi4dl_nb.engines.formatting import format_count
+from mpi4dl_nb.engines.geometry.tiles import AXIS_NAMES, Grid
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.forecast import Forecast
@@ -56,13 +58,13 @@ WEIGHING = "Counting the memory and predicting the time ..."
 class Configurator(StillFigure, ipywidgets.VBox):
     """All options of a `Plan` for one model, validated at each change.
 
-    `image_shape` is (N, C, H, W) of a batch; `loss`, `labels`, `device` and `optimiser`, whose state is part of the
-    memory, are as for `Training`. `plan` is the last valid plan, `programs` are its ranks' programs, `forecast` is its
-    forecast, and `figure` shows it without a page.
-    `knobs` holds the knob of each option by name; `image_px` and `batch` are those of the images: rows of pixels, and
-    images in a batch. The button starts `cluster` (one over MPI if none is given) with the number of ranks that the
-    plan needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a
-    `Machine` or the name of a known one. `max_height` is in px, by default that of the window.
+    `image_shape` is that of a batch: (N, C, H, W), of volumes (N, C, D, H, W), of signals (N, C, L). `loss`, `labels`,
+    `device` and `optimiser`, whose state is part of the memory, are as for `Training`. `plan` is the last valid plan,
+    `programs` are its ranks' programs, `forecast` is its forecast, and `figure` shows it without a page.
+    `knobs` holds the knob of each option by name; `image_px` and `batch` are those of the images: rows of pixels (of
+    signals positions), and images in a batch. The button starts `cluster` (one over MPI if none is given) with the
+    number of ranks that the plan needs, or resizes it. Times are predicted for the calibrated cluster or the chosen
+    machine. `machine` is a `Machine` or the name of a known one. `max_height` is in px, by default that of the window.
 
     >>> from mpi4dl_nb.engines.models import resnet20_v1
     >>> from mpi4dl_nb import Configurator, Plan
@@ -92,12 +94,12 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self.machines: Mapping[str, Machine | None] = {OWN: None, **known}
         self._first = PlanCache(Task.of(model, image_shape, loss, optimiser, labels, device))
         shape = self._first.traces.image_shape
-        self.planning, plan = self._first, (plan or Plan()).fit(shape[2:])
+        self.planning, plan = self._first, plan or Plan()
         self.knobs = {
             field.name: Knob(field.name, getattr(plan, field.name), self._handle_change) for field in fields(Plan)
         }
         self.image_px, self.batch = (
-            Knob(*setting, self._handle_change) for setting in ((IMAGE_PX, shape[2]), (BATCH, shape[0]))
+            Knob(*setting, self._handle_change) for setting in ((IMAGE_PX, get_side(shape)), (BATCH, shape[0]))
         )
         self.machine = Knob(MACHINE, OWN if machine is None else resolve_machine(machine).name, self._handle_change)
         self._all = self.knobs | {knob.name: knob for knob in (self.image_px, self.batch, self.machine)}
@@ -108,9 +110,10 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self._shown: tuple[int, str, PlanShape] | None = None  # of the last valid plan
         self._gauges: dict[str, Any] = {"now": [], "before": []}
         self._error: Mpi4dlError | None = None
-        self._plan, self._foreseen, self._rank_trouble = plan, "", ""
+        self._plan, self._foreseen, self._rank_trouble = plan.fit(shape[2:]), "", ""
         self._starts = self._doing = self._wrong = ""  # status texts of a start, of other work, and of an error
-        self.view = PlanView(list(self.machines), self.set_texts, self.start.click)
+        axes = AXIS_NAMES[-len(shape[2:]) :]
+        self.view = PlanView(list(self.machines), axes, self.set_texts, self.start.click)
         self.view.max_height = max_height
         super().__init__([self.view])
         self._handle_change("")
@@ -149,7 +152,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _make_saved_part(self, picture_bytes: int) -> SavedPart:
         plan = self.plan
-        return self._save_plans(plan, list_near_plans(plan), shows_counts=True)
+        return self._save_plans(plan, self._list_near(plan), shows_counts=True)
 
     def _make_framed_part(self) -> SavedPart:
         """Return the plans near this one that are computed by now: a cell that shows the widget waits for no others."""
@@ -157,8 +160,11 @@ class Configurator(StillFigure, ipywidgets.VBox):
         if compiled is None or not compiled.is_counted(machine):
             raise PlanError("The costs of this plan are still being counted.")
         plan = compiled.plan
-        near = [other for other in list_near_plans(plan) if self.planning.has_counted(other, machine)]
+        near = [other for other in self._list_near(plan) if self.planning.has_counted(other, machine)]
         return self._save_plans(plan, list(dict.fromkeys([plan, *near])), shows_counts=False)
+
+    def _list_near(self, plan: Plan) -> list[Plan]:
+        return list_near_plans(plan, axes=len(self.planning.traces.image_shape[2:]))
 
     def _save_plans(self, plan: Plan, plans: Sequence[Plan], shows_counts: bool) -> SavedPart:
         table = make_plan_table(self.planning, plans, self._resolve_machine(), NO_MACHINE, shows_counts)
@@ -182,12 +188,11 @@ class Configurator(StillFigure, ipywidgets.VBox):
         return all(work.wait(within_s) for work in (self._compiling, self._counting, self._starting))
 
     def set_texts(self, texts: Mapping[str, Any]) -> None:
-        """Set several knobs at once, from what a page shows of them. `grid` is rows and columns of the tiles."""
+        """Set several knobs at once, from what a page shows of them. `grid` is the number of tiles along each axis."""
         with self._change_together(next(iter(texts), "")):
             for name, text in texts.items():
                 if name == GRID:
-                    rows, cols = text
-                    self.knobs["slice_method"].value, self.knobs["num_spatial_parts"].value = f"{rows}x{cols}", None
+                    self.knobs["slice_method"].value, self.knobs["num_spatial_parts"].value = str(Grid(*text)), None
                 elif name in self._all:
                     self._all[name].text = text
 
@@ -357,7 +362,8 @@ class Configurator(StillFigure, ipywidgets.VBox):
         for name, knob in self._all.items():
             knob.trouble = text if name == knob_name else ""
         self.view.errors = {knob_name: text} if text else {}
-        self.view.values = describe_texts({name: knob.value for name, knob in self._all.items()})
+        sizes = self.planning.traces.image_shape[2:]
+        self.view.values = describe_texts({name: knob.value for name, knob in self._all.items()}, sizes)
 
     def _show_state(self, doing: str = "", wrong: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""

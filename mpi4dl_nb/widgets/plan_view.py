@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import traitlets
@@ -70,24 +71,26 @@ class StartButton:
             self._on_click()
 
 
-def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
+def describe_options(machines: Sequence[str], axes: Sequence[str]) -> list[dict[str, Any]]:
     """Return all controls of the page, in order: what each is called, how it is set, and what it means.
 
-    The first six are always in view; all others are folded into the groups of `OPTIONS`. `mpi` is MPI4DL's name.
+    The first six are always in view; all others are folded into the groups of `OPTIONS`. `mpi` is MPI4DL's name, and
+    `axes` are the names of the axes of an image.
     """
+    side = axes[-2:][0]
     helps = {name: option.help for name, option in OPTIONS.items()}
     switches = {field.name for field in fields(Plan) if isinstance(field.default, bool)}
     main: list[dict[str, Any]] = [
-        {"name": IMAGE_PX, "label": "Image, rows of px", "mpi": "image_size", "kind": "steps", "steps": SIDES_PX},
+        {"name": IMAGE_PX, "label": f"Image, {side} of px", "mpi": "image_size", "kind": "steps", "steps": SIDES_PX},
         {"name": BATCH, "label": "Images in a batch", "mpi": "batch_size", "kind": "steps", "steps": BATCHES},
         {"name": "split_size", "label": "Stages", "mpi": "split_size", "kind": "range", "low": 1, "high": 16},
         {"name": "spatial_size", "label": "Spatial stages", "mpi": "spatial_size", "kind": "range", "low": 0},
-        {"name": GRID, "label": "Grid of tiles", "mpi": "num_spatial_parts", "kind": GRID},
+        {"name": GRID, "label": "Grid of tiles", "mpi": "num_spatial_parts", "kind": GRID, "axes": list(axes)},
         {"name": MACHINE, "label": "Machine", "mpi": "time and memory", "kind": "menu"},
     ]
     main[-1]["choices"] = list(machines)
     meanings = {
-        IMAGE_PX: "rows of pixels of an image; columns keep the ratio, and the model is traced again",
+        IMAGE_PX: f"{side} of pixels of an image; its other sides keep the ratio, and the model is traced again",
         BATCH: "images in one batch; the model is traced again",
         GRID: f"{helps['slice_method']}; {helps['num_spatial_parts']}",
         MACHINE: "the machine whose time is predicted, and whose memory is the limit",
@@ -111,13 +114,13 @@ def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
 MOST_TEXT = 200  # characters of one setting
 
 
-def are_settings(texts: object) -> bool:
-    """Return whether what a page has sent are settings by name: texts, switches, and rows and columns of tiles."""
+def are_settings(texts: object, axes: int) -> bool:
+    """Return whether what a page has sent are settings by name: texts, switches, and the tiles along each axis."""
     if not isinstance(texts, Mapping):
         return False
     for name, text in texts.items():
         if name == GRID:
-            fits = isinstance(text, list) and list(map(type, text)) == [int, int]
+            fits = isinstance(text, list) and list(map(type, text)) == [int] * axes
         else:
             fits = isinstance(text, bool) or (isinstance(text, str) and len(text) <= MOST_TEXT)
         if not fits:
@@ -147,14 +150,18 @@ class PlanView(BoundedView):
     start = traitlets.Dict().tag(sync=True)
 
     def __init__(
-        self, machines: Sequence[str], on_set: Callable[[Mapping[str, Any]], None], on_start: Callable[[], None]
+        self,
+        machines: Sequence[str],
+        axes: Sequence[str],
+        on_set: Callable[[Mapping[str, Any]], None],
+        on_start: Callable[[], None],
     ) -> None:
-        super().__init__(options=describe_options(machines))
+        super().__init__(options=describe_options(machines, axes))
         self._on_set = on_set
         self._rules = PageRules(
             requests={
                 "start": Request(lambda asked: asked is True, lambda _: on_start()),
-                "set": Request(are_settings, self._set),
+                "set": Request(partial(are_settings, axes=len(axes)), self._set),
             }
         )
 

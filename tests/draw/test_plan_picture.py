@@ -12,7 +12,9 @@ from mpi4dl_nb.draw.plan_picture import (
     MOST_COPIES,
     count_plan,
     describe_load_groups,
+    get_side,
     measure_gauges,
+    resize_shape,
 )
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.models import resnet20_v1
@@ -29,7 +31,7 @@ MACHINE = replace(MACHINES["Summit"], name="tiny", memory_bytes=LIMIT)
 
 
 def read_blocks(found) -> list[tuple[int, ...]]:
-    *columns, sides = (unpack_tables(found.blocks)[name].tolist() for name in BLOCK_COLUMNS)
+    *columns, _, sides = (unpack_tables(found.blocks)[name].tolist() for name in BLOCK_COLUMNS)
     return [(*row, *sides[4 * at : 4 * at + 4]) for at, row in enumerate(zip(*columns, strict=True))]
 
 
@@ -58,6 +60,45 @@ def test_every_role_of_every_rank_is_a_block_on_its_tile(plan):
             assert (top, left, bottom, right) == (0, 0, 30, 50)
     first = [block for block in blocks if block[:2] == (0, 0)]
     assert sum((bottom - top) * (right - left) for *_, top, left, bottom, right in first) == 30 * 50
+
+
+@pytest.mark.parametrize(
+    ("grid", "sizes", "size", "image", "tile"),
+    [
+        ("2x1x2", (16, 64, 96), (128, 96), "16 × 64 × 96 px", "8 × 64 × 48 px"),
+        ("1x2x2", (16, 64, 96), (64, 96), "16 × 64 × 96 px", "16 × 32 × 48 px"),
+        ("4", (800,), (100, 800), "800 px", "200 px"),
+    ],
+)
+def test_the_planes_of_tiles_of_a_volume_stand_on_each_other(grid, sizes, size, image, tile):
+    plan = Plan(split_size=2, slice_method=grid)
+    found = count_plan(plan, (4, 1, *sizes))
+    below = ", in 2 planes below each other" if grid[0] == "2" else ""
+    assert (found.size, found.image, found.facts[1][1]) == (size, image, f"tiles of {tile}{below}")
+    assert found.stages[0]["words"] == f"{' × '.join(grid.split('x'))} tiles of {tile}"
+    blocks = [block for block in read_blocks(found) if block[1] == 0]
+    assert len(blocks) == plan.grids[0].tiles
+    # The blocks cover the picture, and no two of them cover the same part of it.
+    areas = sum((bottom - top) * (right - left) for *_, top, left, bottom, right in blocks)
+    corners = {(top, left) for *_, top, left, _, _ in blocks}
+    assert (areas, len(corners)) == (size[0] * size[1], len(blocks))
+    spans = unpack_tables(found.blocks)["spans"].reshape(-1, 2 * len(sizes)).tolist()
+    assert [tuple(row) for row in spans[: len(blocks)]] == [part.sides for part in plan.grids[0].cut(*sizes)]
+    assert spans[-1] == [*[0] * len(sizes), *sizes]  # the stage of whole images
+
+
+def test_stages_with_other_numbers_of_planes_fill_the_same_picture():
+    plan = Plan(split_size=2, spatial_size=2, slice_method=("3x1x1", "2x1x2"))
+    found = count_plan(plan, (1, 1, 12, 10, 10))
+    assert found.size == (30, 10)
+    behind = [block[4:] for block in read_blocks(found) if block[1] == 1]
+    assert behind == [(0, 0, 15, 5), (0, 5, 15, 10), (15, 0, 30, 5), (15, 5, 30, 10)]
+
+
+def test_a_volume_is_resized_by_its_rows():
+    assert resize_shape((2, 1, 16, 64, 96), 32, 1) == (1, 1, 8, 32, 48)
+    assert (get_side((2, 1, 16, 64, 96)), get_side((2, 1, 800))) == (64, 800)
+    assert resize_shape((2, 1, 800), 400, 2) == (2, 1, 400)
 
 
 def test_very_many_ranks_are_counted_but_not_drawn():

@@ -15,6 +15,8 @@ from torch import nn
 
 from mpi4dl_nb.draw import sections
 from mpi4dl_nb.draw.halo_points import find_halo_points, make_picture_point
+from mpi4dl_nb.draw.memory import show_memory
+from mpi4dl_nb.draw.rank_map import show_ranks
 from mpi4dl_nb.draw.sections import Section, SectionPoint, list_sections
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.tilemap import TINT, get_tile_look
@@ -190,3 +192,6 @@ def test_a_number_of_tiles_alone_is_drawn_in_the_grid_that_runs():
     assert f"in {grid} tiles" in show_slicing(NUMBERS, plan).alt
     assert f"in {grid} tiles" in show_slicing(NUMBERS, plan, model).alt
     assert "in 1x6 tiles" in show_slicing(np.zeros((8, 96, 3), np.uint8), plan).alt
+    model, shape = nn.Sequential(model, nn.AdaptiveAvgPool3d(1), nn.Flatten()), (1, 2, *SIZES)
+    assert f"{grid} tiles" in show_ranks(plan, model, shape).alt
+    assert f"{grid} tiles" in show_memory(plan, model, shape)._suptitle.get_text()

@@ -15,11 +15,13 @@ const STAGES = [
 const SIZE = [64, 96];
 const tiles = [0, 1, 2, 3, 4, 5].map((tile) => {
   const [top, left] = [Math.floor(tile / 3) * 32, (tile % 3) * 32];
-  return [0, 0, tile, tile, [top, left, top + 32, left + 32]];
+  const spans = [top, left, top + 32, left + 32];
+  return [0, 0, tile, tile, spans, spans];
 });
-const ROWS = [...tiles, [0, 1, 0, 6, [0, 0, 64, 96]], [0, 1, 1, 7, [0, 0, 64, 96]], [1, 0, 0, 9, [0, 0, 32, 32]]];
-const COLUMNS = Object.fromEntries(["copy", "stage", "tile", "rank", "sides"].map(
-  (name, at) => [name, Int32Array.from(ROWS.flatMap((row) => row[at]))]));
+const whole = [[0, 0, 64, 96], [0, 0, 64, 96]];
+const ROWS = [...tiles, [0, 1, 0, 6, ...whole], [0, 1, 1, 7, ...whole], [1, 0, 0, 9, ...whole]];
+const COLUMNS = Object.fromEntries(["copy", "stage", "tile", "rank", "spans", "sides"].map((name, at) => [
+  name, (name === "sides" ? Float64Array : Int32Array).from(ROWS.flatMap((row) => row[at]))]));
 const BLOCKS = readBlocks(COLUMNS, 0);
 const SCENE = buildPlanScene(STAGES, BLOCKS, SIZE);
 const middle = (polygon) => [0, 1].map((axis) => polygon.reduce((sum, each) => sum + each[axis], 0) / polygon.length);
@@ -28,7 +30,7 @@ const press = (from, ...keys) => keys.reduce((index, key) => moveBlockFocus(SCEN
 
 test("the blocks are those of one copy, each with its rank and its part of the image", () => {
   assert.equal(BLOCKS.length, 8);
-  assert.deepEqual(BLOCKS[4], { stage: 0, tile: 4, rank: 4, sides: [32, 32, 64, 64] });
+  assert.deepEqual(BLOCKS[4], { stage: 0, tile: 4, rank: 4, spans: [32, 32, 64, 64], sides: [32, 32, 64, 64] });
   assert.deepEqual(readBlocks(COLUMNS, 1).map((block) => block.rank), [9]);
 });
 
@@ -111,6 +113,13 @@ test("a block is described in words, with what is not known yet", () => {
   assert.deepEqual(describeBlock(BLOCKS[7], STAGES, undefined), [
     "rank 7: stage 1, share 1 of the images", "whole images", "weights and messages are being counted",
     "memory is being counted"]);
+});
+
+test("a block of a volume or a signal is described along each of its axes", () => {
+  /** @type {(spans: number[]) => string} */
+  const describe = (spans) => describeBlock({ ...BLOCKS[4], spans }, STAGES, undefined)[1];
+  assert.equal(describe([0, 8, 16, 4, 16, 24]), "planes 0 to 3, rows 8 to 15, columns 16 to 23 of the image");
+  assert.equal(describe([100, 200]), "columns 100 to 199 of the image");
 });
 
 test("a block is filled from below, and each level has a texture of its own", () => {

@@ -356,6 +356,7 @@ def test_a_page_by_the_command_line(folder, open_page, capsys):
     for wrong, said in (
         (["--show", "film"], "--show 'film' is unknown"),
         (["--image-size", "4000", "--show", "stepper"], "more than"),
+        (["--image-size", "8x16x16", "--show", "stepper"], "is that of a volume"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["page", *flags, *wrong, "--to", str(folder / "wrong.html")])

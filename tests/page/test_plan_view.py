@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from mpi4dl_nb import Configurator
 from mpi4dl_nb.engines.models import resnet20_v1
@@ -178,6 +179,32 @@ def test_the_grid_of_tiles_is_two_sliders(bench):
     bench.wait()
     assert bench.configurator.plan.slice_method == "2x3"
     assert bench.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 × 3"
+
+
+def test_a_volume_has_a_slider_for_each_axis(chromium):
+    model = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(2, 2))
+    volumes = Configurator(model, (2, 1, 16, 32, 64), plan=Plan(split_size=1, slice_method="2x1x2"), machine=SMALL)
+    assert volumes.wait()
+    harness = PageHarness(chromium, volumes.view)
+    harness.advance()
+    names = [f"Grid of tiles, {axis}" for axis in ("planes", "rows", "columns")]
+    assert [harness.page.get_by_label(name).input_value() for name in names] == ["2", "1", "2"]
+    harness.page.get_by_label(names[1]).focus()
+    harness.page.keyboard.press("ArrowRight")
+    harness.advance(3)
+    assert volumes.wait()
+    harness.advance()
+    assert volumes.plan.slice_method == "2x2x2"
+    assert harness.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 × 2 × 2"
+    # The second plane of tiles stands below the first: tile 5 is below tile 3, which is below tile 1.
+    harness.page.locator(CANVAS).focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
+        harness.page.keyboard.press(key)
+    card = harness.page.locator(".mpi4dl-plan-card").inner_text()
+    assert "tile 5" in card
+    assert "planes 8 to 15, rows 0 to 15, columns 32 to 63 of the image" in card
+    harness.close()
+    volumes.close()
 
 
 def test_the_picture_follows_the_theme(bench):

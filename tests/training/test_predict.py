@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.errors import ImageError, PlanError, TraceError
 from mpi4dl_nb.engines.geometry.tiles import Tile
 from mpi4dl_nb.engines.images.picture import open_image
 from mpi4dl_nb.engines.inference.rank_predictor import RankPrediction, make_padded_region
-from mpi4dl_nb.engines.models import UNet
+from mpi4dl_nb.engines.models import UNet, UNet3d
 from mpi4dl_nb.engines.server import rank_functions
 
 N = 5
@@ -68,6 +68,29 @@ def test_batches_of_any_number(count: int, cluster: Cluster):
     training = train_one_step(make_classifier(), PLAN, cluster, per_pixel=False)
     images = torch.randn(count, 3, 12, 20)
     assert close(training.predict(images), predict_plainly(training, images))
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "grid", "size"),
+    [
+        (UNet3d(channels=2, num_classes=3, width=4, depth=1), 3, "2x1x2", (10, 8, 12)),
+        (nn.Sequential(nn.Conv1d(2, 4, 5, padding=2), nn.ReLU(), nn.Conv1d(4, 3, 1)), 1, "4", (44,)),
+    ],
+    ids=["volumes", "signals"],
+)
+def test_batches_of_volumes_and_signals(model: nn.Module, axes: int, grid: str, size: tuple, cluster: Cluster):
+    plan = Plan(split_size=2, slice_method=grid, precision="float64")
+    shape = (2, 2, *(8,) * axes)
+    training = Training(model, plan, cluster, image_shape=shape, labels=torch.zeros(2, *shape[2:], dtype=torch.int64))
+    images = torch.randn(3, 2, *size)
+    with torch.no_grad():
+        assert close(training.predict(images), model.double().eval()(images.double()))
+    with pytest.raises(ImageError, match=r"trained on 2 channels. Give \(N, 2, "):
+        training.predict(images[:, :1])
+    with pytest.raises(PlanError, match="kind= has no effect for a batch"):
+        training.predict(images, kind="classes")
+    with pytest.raises(ImageError, match=f"a model of {'volumes' if axes == 3 else 'signals'}"):
+        training.predict("slide.tif")
 
 
 def test_predictions_of_two_threads_do_not_mix_and_are_freed(cluster: Cluster):

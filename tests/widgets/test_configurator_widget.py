@@ -64,7 +64,7 @@ def test_a_knob_that_is_turned_is_a_plan_and_a_picture(chosen):
 
 def read_blocks(view) -> list[dict[str, int]]:
     """What the page reads of the blocks of the ranks."""
-    *columns, sides = unpack_tables(view.blocks).values()
+    *columns, _, sides = unpack_tables(view.blocks).values()
     rows = zip(*(column.tolist() for column in columns), sides[0::4].tolist(), sides[2::4].tolist(), strict=True)
     return [dict(zip(("copy", "stage", "tile", "rank", "top", "bottom"), row, strict=True)) for row in rows]
 
@@ -133,6 +133,34 @@ def test_the_page_sets_several_knobs_as_one_change(chosen):
     chosen.set_texts({"parts": "two"})
     assert list(chosen.wrong) == ["parts"]
     assert chosen.view.values["parts"] == "two"
+
+
+@pytest.mark.parametrize(
+    ("shape", "label", "tiles", "grid"),
+    [
+        ((2, 1, 8, 16, 32), "Image, rows of px", 8, [1, 2, 4]),
+        ((2, 1, 64), "Image, columns of px", 4, [4]),
+    ],
+    ids=["volumes", "signals"],
+)
+def test_volumes_and_signals_are_configured_like_images(shape, label, tiles, grid):
+    axes = len(shape) - 2
+    convolution, pool = (nn.Conv3d, nn.AdaptiveAvgPool3d) if axes == 3 else (nn.Conv1d, nn.AdaptiveAvgPool1d)
+    model = nn.Sequential(convolution(1, 4, 3, padding=1), nn.ReLU(), pool(1), nn.Flatten(), nn.Linear(4, 3))
+    widget = Configurator(model, shape, machine="Summit")
+    widget.set_texts({"num_spatial_parts": str(tiles)})
+    assert widget.view.values["grid"] == list(widget.plan.grids[0]) == grid, "the parts whose halos are smallest"
+    controls = {control["name"]: control for control in widget.view.options}
+    assert (len(controls["grid"]["axes"]), controls["image_px"]["label"]) == (axes, label)
+    widget.set_texts({"grid": [1] * (axes - 1) + [2], "image_px": "32", "batch": "1"})
+    assert widget.plan.slice_method == "x".join([*"1" * (axes - 1), "2"])
+    assert widget.view.shape["image"] == ("16 × 32 × 64 px" if axes == 3 else "32 px")
+    assert (widget.wait(), widget.wrong) == (True, {})
+    assert widget.forecast.seconds > 0
+    assert len(widget._make_saved_part(0).links["plans"]) > 4
+    widget.set_texts({"grid": [1, 2]})
+    assert f"but the image has {axes}" in " ".join(widget.wrong.values())
+    widget.close()
 
 
 def test_the_page_is_answered_also_after_an_interrupt():

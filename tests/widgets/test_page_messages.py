@@ -188,6 +188,7 @@ def test_settings_that_no_plan_has_are_named_at_their_control(configurator, text
         None,
         {"grid": "2x2"},
         {"grid": [1]},
+        {"grid": [1, 1, 1]},
         {"grid": [1, 2.5]},
         {"parts": "9" * 100_000},
         {"times": [1]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpi4dl_nb import Cluster, Plan, PlanError, Training, Workbench, resnet20_v1
+from mpi4dl_nb import Cluster, Plan, PlanError, Training, UNet3d, Workbench, resnet20_v1, save_page
 
 PLAN = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
 
@@ -70,6 +70,23 @@ def test_what_is_not_there_is_refused_before_it_is_selected(workbench, name):
     workbench.refresh()
     workbench.selection.rank = 0
     assert workbench.slicer.tile.value == 0
+
+
+def test_a_volume_is_shown_with_its_step(tmp_path):
+    plan, sizes = Plan(split_size=2, num_spatial_parts=4, slice_method="2x1x2"), (8, 12, 16)
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        training = Training(UNet3d(width=4, depth=1), plan, cluster, (1, 1, *sizes))
+        training.step(torch.rand(1, 1, *sizes), torch.randint(2, (1, *sizes)))
+        workbench = Workbench(training, torch.rand(1, *sizes))
+        workbench.selection.rank = 3
+        assert workbench.slicer.tile.value == workbench.timeline.rank == 3
+        events = workbench.timeline.timeline.events
+        workbench.timeline.selected = next(n for n, event in enumerate(events) if event.rank == 2)
+        assert workbench.slicer.tile.value == workbench.selection.rank == 2
+        assert "Rank 2 is fullest" in workbench.memory.alt
+        assert "2x1x2 tiles on ranks 0 to 3" in workbench.figure.alt
+        save_page(workbench, tmp_path / "volume.html")
+        workbench.close()
 
 
 @pytest.mark.nightly

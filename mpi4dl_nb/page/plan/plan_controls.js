@@ -93,12 +93,10 @@ export class PlanControls {
 
   /** @type {(option: PlanOption, id: string) => ControlInput[]} */
   makeGrid(option, id) {
-    /** @type {(name: string, own?: string) => HTMLInputElement} */
-    const make = (name, own) => makeElement("input", {
-      type: "range", min: 1, max: 16, step: 1, "aria-label": `${option.label}, ${name}`, ...(own ? { id: own } : {}) });
-    const sides = [make("rows", id), make("columns")];
+    const sides = (option.axes ?? []).map((name, axis) => makeElement("input", {
+      type: "range", min: 1, max: 16, step: 1, "aria-label": `${option.label}, ${name}`, ...(axis ? {} : { id }) }));
     const told = makeElement("output", {}, "");
-    const tell = () => { told.textContent = `${sides[0].value} × ${sides[1].value}`; };
+    const tell = () => { told.textContent = sides.map(({ value }) => value).join(" × "); };
     for (const side of sides) {
       side.addEventListener("input", () => { tell(); this.send({ grid: sides.map((each) => Number(each.value)) }); });
     }

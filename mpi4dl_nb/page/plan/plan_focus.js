@@ -64,8 +64,9 @@ export function moveBlockFocus(boxes, index, key) {
 export function describeBlock(block, stages, load) {
   const stage = stages[block.stage];
   const tile = stage.spatial ? `, tile ${block.tile}` : stage.shared ? `, share ${block.tile} of the images` : "";
-  const [top, left, bottom, right] = block.sides;
-  const pixels = `rows ${top} to ${bottom - 1}, columns ${left} to ${right - 1} of the image`;
+  const axes = block.spans.length / 2, names = ["planes", "rows", "columns"].slice(-axes);
+  const spans = names.map((name, axis) => `${name} ${block.spans[axis]} to ${block.spans[axis + axes] - 1}`);
+  const pixels = `${spans.join(", ")} of the image`;
   return [
     `rank ${block.rank}: ${stage.name}${tile}`,
     stage.spatial ? pixels : "whole images",

@@ -36,7 +36,8 @@ export class PlanPicture {
     /** @type {BlockColumns | null} */
     this.blocks = null;
     /** @type {Pair | null} */
-    this.size = null; // of the image: rows and columns, once there is a plan
+    this.size = null; // of the picture of all tiles: rows and columns, once there is a plan
+    this.image = ""; // the image's size in words
     /** @type {PlanLoad[]} */
     this.groups = [];
     /** @type {Int32Array} */
@@ -69,13 +70,14 @@ export class PlanPicture {
     });
   }
 
-  /** Show where the ranks of a plan are: its shape, its blocks, if they are not too many, and the image's [rows, columns].
+  /** Show where the ranks of a plan are: its shape, its blocks, if they are not too many, and the picture's size.
    * @type {(shape: Partial<PlanShape>, blocks: BlockColumns | null, size: Pair) => void} */
   showShape(shape, blocks, size) {
     const known = this.describeFocus();
     this.stages = shape.stages ?? [];
     this.blocks = blocks;
     this.size = size;
+    this.image = shape.image ?? "";
     this.copy = Math.min(this.copy, Math.max(0, (shape.copies ?? []).length - 1));
     this.canvas.setAttribute("aria-label", `${shape.summary}. ${shape.left_out ?? ""} ${KEYS}`);
     this.layOut(known);
@@ -124,16 +126,16 @@ export class PlanPicture {
 
   /** Paint everything but the outlines once, so that a hover only copies it. */
   paint() {
-    if (!this.scene || !this.size) return;
+    if (!this.scene) return;
     const [width, height] = this.view, context = fitCanvas(this.still, width, height);
     this.colours = readColours(this.host);
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
-    this.paintScene(context, this.scene, this.size);
+    this.paintScene(context, this.scene);
     this.request();
   }
 
-  /** @type {(context: Context, scene: PlanScene, size: Pair) => void} */
-  paintScene(context, scene, size) {
+  /** @type {(context: Context, scene: PlanScene) => void} */
+  paintScene(context, scene) {
     const { transform, colours } = this, room = scene.gap * transform.scale * 0.866 - 6;
     // Flows out of a sheet are drawn before it, so that they begin at its edge and no number is crossed out.
     drawFlows(context, scene.flows[0] ?? [], transform, colours);
@@ -147,7 +149,7 @@ export class PlanPicture {
     /** @type {(foot: Pair, name: string, words: string) => void} */
     const write = (foot, name, words) =>
       writeSheetName(context, foot, transform, name, this.hasWords ? words : "", room, colours);
-    write(scene.foot, "image", `${size[0]} × ${size[1]} px`);
+    write(scene.foot, "image", this.image);
     this.stages.forEach((stage, number) => write(scene.sheets[number].foot, stage.name, stage.words));
   }
 

@@ -19,9 +19,12 @@ const WORDS_PX = 84; // from a sheet to the next one where words have room below
 /** Return the blocks of the ranks of one copy of the model.
  * @type {(columns: BlockColumns, copy: number) => PlanBlock[]} */
 export function readBlocks(columns, copy) {
-  const { stage, tile, rank, sides } = columns;
+  const { stage, tile, rank, spans, sides } = columns, count = spans.length / stage.length;
   const places = Array.from(columns.copy.keys()).filter((at) => columns.copy[at] === copy);
-  return places.map((at) => ({ stage: stage[at], tile: tile[at], rank: rank[at], sides: readRectangle(sides, at) }));
+  return places.map((at) => ({
+    stage: stage[at], tile: tile[at], rank: rank[at],
+    spans: [...spans.subarray(count * at, count * (at + 1))], sides: readRectangle(sides, at),
+  }));
 }
 
 /** @type {(d: number, u: number, v: number) => Pair} */
@@ -43,7 +46,7 @@ function makeFaces(d, front, u0, u1, v0, v1) {
   };
 }
 
-/** Return where a stage places a block, in units of the longer side of an image of [rows, cols].
+/** Return where a stage places a block, in units of the longer side of a picture of [rows, cols].
  * @type {(block: PlanBlock, stage: PlanStage, size: Pair) => Rectangle} */
 export function placeBlock(block, stage, size) {
   const most = Math.max(...size);

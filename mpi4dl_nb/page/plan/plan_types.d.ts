@@ -6,6 +6,7 @@ interface PlanOption {
   label: string;
   mpi: string;
   kind: "steps" | "range" | "grid" | "menu" | "switch" | "text" | "number";
+  axes?: string[];
   group: string;
   help: string;
   steps?: number[];
@@ -14,7 +15,7 @@ interface PlanOption {
   choices?: string[];
 }
 
-/** What a control is set to: text, a switch, or the rows and columns of a grid. */
+/** What a control is set to: text, a switch, or the parts of a grid along each axis. */
 type PlanValue = string | boolean | number[];
 type PlanSettings = Record<string, PlanValue>;
 
@@ -22,6 +23,7 @@ type PlanSettings = Record<string, PlanValue>;
 interface PlanShape {
   plan: number;
   summary: string;
+  image: string;
   size: Pair;
   facts: [string, string][];
   stages: PlanStage[];
@@ -99,16 +101,20 @@ interface PlanContent {
   answered?: number;
 }
 
-/** A rank's part in a stage, and the part of the image in px. */
+/**
+ * A rank's part in a stage, and its part of the image: `spans` has the first position along each axis and then the last
+ * one + 1 along each, `sides` are those in the picture of all tiles.
+ */
 interface PlanBlock {
   stage: number;
   tile: number;
   rank: number;
+  spans: number[];
   sides: Rectangle;
 }
 
 /** The blocks of all copies of the model, column by column. */
-type BlockColumns = Record<"copy" | keyof PlanBlock, Int32Array>;
+type BlockColumns = Record<"copy" | Exclude<keyof PlanBlock, "sides">, Int32Array> & { sides: Float64Array };
 
 type Polygon = Pair[];
 

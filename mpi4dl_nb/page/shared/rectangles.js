@@ -2,7 +2,7 @@
 // where `bottom` and `right` are the first row and column beyond. Units are pixels of an image or px of the page.
 
 /** Return a rectangle from an array that the kernel has sent, by its place there.
- * @type {(sides: Int32Array, place: number) => Rectangle} */
+ * @type {(sides: Int32Array | Float64Array, place: number) => Rectangle} */
 export function readRectangle(sides, place) {
   const at = 4 * place;
   return [sides[at], sides[at + 1], sides[at + 2], sides[at + 3]];
