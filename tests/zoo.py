@@ -50,6 +50,42 @@ class Chain(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
 
 
+class Volume(nn.Module):
+    """A class for each voxel, of two sizes that are joined by trilinear interpolation."""
+
+    def __init__(self, num_classes: int = 5) -> None:
+        super().__init__()
+        self.down, self.groups = nn.Conv3d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.deep, self.norm = nn.Conv3d(4, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4)
+        self.merge, self.head = nn.Conv3d(8, 4, 3, padding=1), nn.Conv3d(4, num_classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.relu(self.groups(self.down(x)))
+        x = torch.relu(self.norm(self.deep(functional.avg_pool3d(skip, 2))))
+        x = functional.interpolate(x, size=skip.shape[2:], mode="trilinear", align_corners=True)
+        return self.head(functional.silu(self.merge(torch.cat([x, skip], 1))))
+
+
+class Tokens(nn.Module):
+    """Patches with positions as tokens, two layers of attention with dropout of its weights, and a class."""
+
+    def __init__(self, num_classes: int = 5) -> None:
+        super().__init__()
+        self.patches, self.heads = nn.Conv2d(3, 8, 2, stride=2, padding=1), 2
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.projections = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.mixers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        for norm, project, mix in zip(self.norms, self.projections, self.mixers, strict=True):
+            parts = project(norm(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(*parts, dropout_p=0.1 if self.training else 0.0)
+            x = x + functional.gelu(mix(mixed.transpose(1, 2).flatten(2)))
+        return self.head(x.mean(1))
+
+
 class FrozenBackbone(nn.Module):
     """Features under `torch.no_grad()`, of weights that nobody froze, and a head that learns."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
@@ -10,9 +11,9 @@ from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.plan import Plan
 
-MODELS = ("Skips", "Segmenter", "Chain")
-GRIDS = ("1x1", "1x2", "2x1", "2x2", "1x3", "3x1")
-SIZES = ("16x16", "19x22", "24x16")
+GRIDS = ("1x1", "1x2", "2x1", "2x2", "1x3", "3x1"), ("1x1x1", "1x1x2", "2x1x1", "1x2x2", "2x2x1", "1x3x1")
+SIZES = ("16x16", "19x22", "24x16"), ("8x10x12", "9x8x13")
+MODELS = {"Skips": 2, "Segmenter": 2, "Chain": 2, "Tokens": 2, "Volume": 3}  # axes of their images
 
 
 def format_command(flags: list[str], ranks: int) -> str:
@@ -29,11 +30,12 @@ def make_plan(flags: list[str]) -> Plan:
 def draw_flags(draw: st.DrawFn, most_ranks: int) -> list[str]:
     """Flags of a plan for at most that many ranks, valid by construction."""
     flags = _draw_model(draw)
-    flags += _draw_stages(draw)
+    flags += _draw_stages(draw, _get_grids(flags))
     flags += _draw_order(draw, flags)
     flags += draw(st.sampled_from([[], ["--halo-d2", "--fused-layers", "2"], ["--halo-d2", "--fused-layers", "auto"]]))
     flags += ["--overlap-halos"] if draw(st.booleans()) else []
     flags += ["--checkpoint-activations"] if draw(st.booleans()) else []
+    flags += ["--attention-keys", draw(st.sampled_from(["auto", "gather", "ring"]))]
     flags += ["--offload-activations"] if draw(st.integers(0, 3)) == 0 else []
     flags += ["--data-parallel", str(draw(st.sampled_from([1, 1, 2])))]
     flags += ["--seed", str(draw(st.integers(0, 3))), "--dtype", "float64", "--num-classes", "5"]
@@ -43,14 +45,20 @@ def draw_flags(draw: st.DrawFn, most_ranks: int) -> list[str]:
 
 
 def _draw_model(draw: st.DrawFn) -> list[str]:
-    return ["--model", f"tests.zoo:{draw(st.sampled_from(MODELS))}", "--image-size", draw(st.sampled_from(SIZES))]
+    model = draw(st.sampled_from(list(MODELS)))
+    return ["--model", f"tests.zoo:{model}", "--image-size", draw(st.sampled_from(SIZES[MODELS[model] - 2]))]
 
 
-def _draw_stages(draw: st.DrawFn) -> list[str]:
+def _get_grids(flags: list[str]) -> Sequence[str]:
+    """The grids for the model of the flags, from few tiles to many."""
+    return GRIDS[_get_flag(flags, "--image-size").count("x") - 1]
+
+
+def _draw_stages(draw: st.DrawFn, choices: Sequence[str]) -> list[str]:
     """Stages and tiles; U-shaped models have four layers."""
     stages = draw(st.integers(1, 4))
     spatial = draw(st.integers(0, min(2, stages)))
-    grids = [draw(st.sampled_from(GRIDS)) for _ in range(spatial)]
+    grids = [draw(st.sampled_from(choices)) for _ in range(spatial)]
     flags = ["--split-size", str(stages), "--spatial-size", str(spatial)]
     return [*flags, "--slice-method", ",".join([*grids, ""])] if grids else flags
 
@@ -77,14 +85,14 @@ def _get_flag(flags: list[str], name: str) -> str:
 
 def _reduce_ranks(flags: list[str]) -> list[str]:
     """The same with fewer ranks: no replicas, then no shares, then narrower grids."""
-    found = list(flags)
+    found, choices = list(flags), _get_grids(flags)
     for name in ("--data-parallel", "--local-dp"):
         if _get_flag(found, name) != "1":
             found[found.index(name) + 1] = "1"
             return found
     grids = _get_flag(found, "--slice-method").split(",")
-    widest = max(range(len(grids)), key=lambda index: GRIDS.index(grids[index]) if grids[index] else -1)
-    grids[widest] = GRIDS[GRIDS.index(grids[widest]) - 1]
+    widest = max(range(len(grids)), key=lambda index: choices.index(grids[index]) if grids[index] else -1)
+    grids[widest] = choices[choices.index(grids[widest]) - 1]
     found[found.index("--slice-method") + 1] = ",".join(grids)
     return found
 
