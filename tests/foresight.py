@@ -23,8 +23,9 @@ from scipy.stats import kendalltau
 from torch import nn
 
 from mpi4dl_nb import Cluster
+from mpi4dl_nb.engines.bench.networks import make_swin_t
 from mpi4dl_nb.engines.errors import RankError
-from mpi4dl_nb.engines.models import UNet, resnet20_v1
+from mpi4dl_nb.engines.models import UNet, UNet3d, resnet20_v1
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.candidates import Candidate
 from mpi4dl_nb.engines.predict.explain import explain
@@ -35,7 +36,6 @@ from mpi4dl_nb.planning.plan_tuner import PlanTuner, order_for_measurement
 from tests.typical import compute_typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4
-SIZES = (128, 192)
 
 
 def make_monai_resnet18() -> nn.Module:
@@ -45,10 +45,22 @@ def make_monai_resnet18() -> nn.Module:
     return resnet18(spatial_dims=2, n_input_channels=3, num_classes=10)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet20_v1": resnet20_v1,
-    "UNet": partial(UNet, num_classes=3),
-    "monai_resnet18": make_monai_resnet18,
+@dataclass(frozen=True)
+class Subject:
+    """A model, the sides of its images in pixels that are tried by default, and their channels and axes."""
+
+    make: Callable[[], nn.Module]
+    sizes: tuple[int, ...] = (128, 192)
+    channels: int = 3
+    axes: int = 2
+
+
+MODELS = {
+    "resnet20_v1": Subject(resnet20_v1),
+    "UNet": Subject(partial(UNet, num_classes=3)),
+    "monai_resnet18": Subject(make_monai_resnet18),
+    "UNet3d": Subject(partial(UNet3d, num_classes=3, width=8), sizes=(32, 48), channels=1, axes=3),
+    "swin_t": Subject(make_swin_t, sizes=(224,)),
 }
 
 
@@ -83,7 +95,8 @@ class Case:
         return f"{self.model} {self.size_px} px"
 
     def make_tuner(self, cluster: Cluster | None) -> PlanTuner:
-        return PlanTuner(MODELS[self.model](), (BATCH, 3, self.size_px, self.size_px), cluster)
+        subject = MODELS[self.model]
+        return PlanTuner(subject.make(), (BATCH, subject.channels, *(self.size_px,) * subject.axes), cluster)
 
     def to_json(self) -> dict[str, object]:
         rows = [asdict(row) | {"plan": asdict(row.plan)} for row in self.rows]
@@ -106,7 +119,7 @@ def measure_case(model: str, size_px: int, ranks: int, rounds: int) -> Case:
         tuning = case.make_tuner(cluster)
         asked = [
             Candidate(forecast(tuning.task.traces.get_graph(plan), plan, case.machine))
-            for plan in generate_plans(ranks, BATCH)
+            for plan in generate_plans(ranks, BATCH, MODELS[model].axes)
         ]
         machines, rows = [case.machine], [Row(each.plan) for each in asked]
         for turn in range(rounds):
@@ -228,13 +241,13 @@ def main(arguments: Sequence[str]) -> int:
     flags.add_argument("--ranks", type=int, default=4)
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    flags.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="PX")
+    flags.add_argument("--sizes", type=int, nargs="+", metavar="PX", help="default: those of each model")
     flags.add_argument("--save", type=Path)
     flags.add_argument("--again", type=Path)
     chosen = flags.parse_args(arguments)
     cases = [Case.from_json(json.loads(line)) for line in chosen.again.read_text().splitlines()] if chosen.again else []
     for model in () if chosen.again else chosen.models:
-        for size in chosen.sizes:
+        for size in chosen.sizes or MODELS[model].sizes:
             cases.append(measure_case(model, size, chosen.ranks, chosen.rounds))
             if chosen.save:
                 with chosen.save.open("a") as file:

@@ -1,9 +1,23 @@
-"""A network for benchmarks of attention, and nothing else."""
+"""Networks for benchmarks of attention, and nothing else."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+
+def make_swin_t(*, num_classes: int = 10) -> nn.Module:
+    """Make Swin-T as the package transformers writes it: attention in windows of 7 x 7 tokens of 4 x 4 pixels.
+
+    Liu et al., 2021 (arXiv:2103.14030), section 3.3. (N, 3, H, W) of any size -> (N, num_classes). Raises ImportError
+    without transformers.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    model: nn.Module = transformers.SwinForImageClassification(transformers.SwinConfig(num_labels=num_classes))
+    return model
 
 
 class _AttentionBlock(nn.Module):

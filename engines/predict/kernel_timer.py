@@ -31,7 +31,7 @@ from mpi4dl_nb.engines.predict.machine import Speed
 from mpi4dl_nb.engines.predict.rank_tally import build_op_tally
 from mpi4dl_nb.engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
 from mpi4dl_nb.engines.program.kernels import get_kernel
-from mpi4dl_nb.engines.program.ring import make_causal_rule
+from mpi4dl_nb.engines.program.ring import ScoreRule, place_alone
 
 # The kernels that a calibration times: those of the layers of common networks, in tiles and whole.
 
@@ -96,6 +96,8 @@ over cores more evenly. The last entries have a bias, which makes forward up to 
 
 _ATTENTIONS = tuple((channels, *tokens) for channels in (8, 16, 32, 64) for tokens in ((256, 1024), (2048, 2048)))
 """(channels, queries, keys) of attention with two heads."""
+_DROPPED = (*((channels, 256, 1024) for channels in (8, 32, 64)), (32, 2048, 2048))
+"""Fewer of attention with dropout, which takes three times as long, mostly for a number for each query and key."""
 
 
 def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) -> list[KernelCall]:
@@ -111,22 +113,19 @@ def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) ->
             bias = torch.zeros(spec.made, requires_grad=True) if spec.bias else None
             pad = spec.kernel_px // 2
             calls.append(("aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], spec.groups)))
-    for attention in _ATTENTIONS:
-        calls += _make_attention_calls(*attention)
+    # By PyTorch's kernel, and in chunks of scores: in an order, and with dropout.
+    calls += [("aten.scaled_dot_product_attention.default", _make_attention(*size)) for size in _ATTENTIONS]
+    rules = [(size, ScoreRule(1.0, causal=True)) for size in _ATTENTIONS]
+    rules += [(size, ScoreRule(1.0, dropout=0.1)) for size in _DROPPED]
+    calls += [
+        ("tile.attention", (*_make_attention(*size), None, 0, rule, *place_alone(2, size[1]))) for size, rule in rules
+    ]
     return calls
 
 
-def _make_attention_calls(channels: int, queries: int, keys: int) -> Iterator[KernelCall]:
-    """Yield the calls of attention by PyTorch's kernel, and of causal attention, with chunks of scores."""
-    for kernel, settings in (
-        ("aten.scaled_dot_product_attention.default", ()),
-        ("tile.attention", (None, 0, *make_causal_rule(queries))),
-    ):
-        # Row by row in memory, unlike images.
-        yield (
-            kernel,
-            (*(torch.full((1, 2, n, channels), 0.5).requires_grad_() for n in (queries, keys, keys)), *settings),
-        )
+def _make_attention(channels: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of two heads, row by row in memory, unlike images."""
+    return tuple(torch.full((1, 2, tokens, channels), 0.5).requires_grad_() for tokens in (queries, keys, keys))
 
 
 def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
@@ -140,6 +139,8 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
     yield "tile.whole_batch_norm", (x, gain, offset, 1e-5)
     yield "aten.relu.default", (x,)
+    place = tuple((size, 0, size) for size in x.shape)
+    yield "tile.dropout", (x, 0, 0, place, x.device, 0.1, False)
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, _make_values(1, channels, side, side)], 1)
     # A pad at the border of the image, and a crop on one side with a pad on the other.

@@ -46,11 +46,12 @@ PASSES = {
     "whole_norm": (3 / 2, 5 / 2),
     **dict.fromkeys(("pool", "transcendental", "slope", "loss", "pointwise"), (1, 3 / 2)),
     **dict.fromkeys(("pad", "copy"), (1, 1)),
+    "drawn": (32, 3 / 2),
 }
 """How often a kernel reads or writes the bytes counted for it, forward and backward. The count is of arguments and
 results once, in forward: a ReLU reads and writes (2), and backward reads a gradient and the result and writes a
 gradient (3). A batch norm reads twice and writes (3 of 2), and backward reads both image and gradient twice and writes
-(5 of 2)."""
+(5 of 2). A random number by position is made in sixteen kernels that each read and write 64 bits (256 bytes of 8)."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from mpi4dl_nb.engines.program.effects import Instruction, LocalOp, Phase
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
 from mpi4dl_nb.engines.program.kernels import SLOT_ARGUMENTS
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program
+from mpi4dl_nb.engines.program.ring import ScoreRule
 from mpi4dl_nb.engines.program.segment import find_in_place, find_last_reads, has_out_kernel
 
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
@@ -112,7 +113,7 @@ class _SegmentCounter:
                 moves.append(2 * size)
         moves += [2 * trains[name] for name in matrices]  # copied to the weight's layout, or added
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._get_output_keys()}
-        ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals) for call in calls)
+        ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals, call.op.arguments) for call in calls)
         return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), tuple(moves))
 
     def _enter(self, name: str, local: LocalTensor, key: Block) -> None:
@@ -219,10 +220,12 @@ class _SegmentCounter:
 def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
     """Return the tally of a single call, with `LocalTensor` objects in place of the tensor arguments."""
     tensors = find_local_tensors((arguments, keywords))
-    return _make_op_tally(kernel, infer_effect(kernel, arguments, keywords or {}), tensors)
+    return _make_op_tally(kernel, infer_effect(kernel, arguments, keywords or {}), tensors, arguments)
 
 
-def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
+def _make_op_tally(
+    kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor], arguments: Sequence[Any]
+) -> OpTally:
     shapes = [local.spec.shape for local in locals_]
     specs = [output.local.spec for output in effect.made]
     # A view costs neither arithmetic nor traffic, only the call itself.
@@ -230,6 +233,8 @@ def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTen
     kind = classify_kernel(kernel, effect.flops)
     if kind == "attention" and len(shapes[0]) != 4:
         kind = "scores"  # PyTorch's kernel takes (N, heads, T, C) alone
+    if kind == "scores" and any(isinstance(argument, ScoreRule) and argument.dropout for argument in arguments):
+        kind = "dropped"
     matrices = kind in BY_ARITHMETIC
     # What counts are gradients that cost work: one that is passed on costs none, and that of a bias next to none beside
     # a convolution's.

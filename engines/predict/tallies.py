@@ -97,12 +97,14 @@ _BEGINNINGS = {
     "product": "linear matmul mm addmm bmm",
     "attention": "scaled_dot_product_attention",
     "scores": "attention",
+    "dropped": "dropped_attention",
     "moments": "moments",
     "norm": "batch_norm normalise_groups",
     "whole_norm": "whole_batch_norm instance_norm group_norm layer_norm",
     "pool": "max_pool avg_pool adaptive upsample",
     "transcendental": "softmax log_softmax exp log sigmoid tanh gelu silu mish elu softplus",
     "slope": "prelu",
+    "drawn": "dropout draw rrelu",
     "loss": "cross_entropy binary_cross_entropy nll",
     "pointwise": "logical",
     "pad": "pad constant_pad",
@@ -112,12 +114,13 @@ _BEGINNINGS = {
 
 CLASSES = tuple(_BEGINNINGS)
 """Convolutions (plain and transposed), matrix products and attention are bound by arithmetic, the others by memory, or
-by a processor's exponentials. `scores` are attention without PyTorch's kernel, at half of its speed. A
-`norm` receives its `moments`, a `whole_norm` computes them. A `slope` has a weight whose gradient is summed over all
-pixels: on a CPU, its backward takes twenty times as long as that of a ReLU. A `pad` may also crop, and a `loss` of
-labels is several kernels."""
+by a processor's exponentials. `scores` are attention without PyTorch's kernel, at half of its speed, and `dropped` the
+same with dropout. Random numbers by position (`drawn`) take a processor twenty operations each. A `norm` receives its
+`moments`, a `whole_norm` computes them. A `slope` has a weight whose gradient is summed over all pixels: on a CPU, its
+backward takes twenty times as long as that of a ReLU. A `pad` may also crop, and a `loss` of labels is several
+kernels."""
 
-ATTENTION = ("attention", "scores")
+ATTENTION = ("attention", "scores", "dropped")
 BY_ARITHMETIC = ("convolution", "transposed", "product", *ATTENTION)
 
 # The longest first, so that `conv_transpose` is not taken for a `conv`, or `expand` for an `exp`.

@@ -62,9 +62,9 @@ class TokenPlaces:
         return all(start == 0 for _, start, _ in self.pixels)
 
 
-def make_causal_rule(queries: int) -> tuple[ScoreRule, Ranges, TokenPlaces]:
-    """Return a rule, the groups and the places for the kernel `tile.attention`, as an example of what it costs."""
-    return ScoreRule(1.0, causal=True), (), TokenPlaces(((queries, 0, queries),))
+def place_alone(heads: int, queries: int) -> tuple[Ranges, TokenPlaces]:
+    """Return the places of all queries of one image, with so many heads, on one rank, for `tile.attention`."""
+    return ((1, 0, 1), (heads, 0, heads)), TokenPlaces(((queries, 0, queries),))
 
 
 PIECE_BYTES, _MOST_PIECES = 1 << 20, 8
@@ -165,8 +165,8 @@ class RingAttention(Instruction):
         tensors = [replace(spec, shape=(*before, tokens, spec.shape[-1])) for tokens, spec in shapes]
         if self.is_fused:
             return (LocalOp(self.target, "aten.scaled_dot_product_attention.default", tuple(tensors)),)
-        # Whatever the mask, the order and the dropout are: they cost little beside the scores.
-        rest = None, 0, *make_causal_rule(self.spec.shape[-2])
+        # Whatever the mask and the order are: they cost little beside the scores, unlike dropout.
+        rest = None, 0, self.rule, self.groups, self.tokens
         return (LocalOp(self.target, "tile.attention", (*tensors, *rest)),)
 
     def get_effects(self, phase: Phase) -> Effects:

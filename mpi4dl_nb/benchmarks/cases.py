@@ -39,6 +39,8 @@ class BenchmarkStudy:
 # The commands are written as on a command line, and split at spaces: JSON among the flags must have none.
 _CHAIN = "--model mpi4dl_nb.engines.models:chain"
 _ATTENTION = "--model mpi4dl_nb.engines.bench.networks:PixelTransformer --batch-size 1"
+_SWIN = "--model mpi4dl_nb.engines.bench.networks:make_swin_t --batch-size 1"
+_VOLUMES = '--model mpi4dl_nb:UNet3d --model-args {"channels":3,"width":8} --batch-size 1'
 _QUARTERS = "--split-size 1 --spatial-size 1 --num-spatial-parts 4"
 _MONAI_ARGS = {"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10}
 _SPEED = {
@@ -91,6 +93,20 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
         phases=True,
     ),
     BenchmarkStudy(
+        "Volumes and windows",
+        "The same for a 3-D U-Net in 2 slabs, and for attention in shifted windows (Swin-T) in 2 strips.",
+        _SPEED,
+        (
+            _make_step_case(
+                "3-D U-Net, 128 voxels a side",
+                2,
+                f"{_VOLUMES} --image-size 128x128x128 --split-size 1 --slice-method 2x1x1",
+                times=5,
+            ),
+            _make_step_case("Swin-T, 1,024 px", 2, f"{_SWIN} --image-size 1024 {_make_strip_flags(2)}", times=5),
+        ),
+    ),
+    BenchmarkStudy(
         "Larger images",
         "Twenty layers of 16 filters on a quarter of the image's side, 2 strips on 2 ranks.",
         _SPEED,
@@ -135,6 +151,24 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
         ratio="share",
         more_is_better=False,
         grows="pixels a side",
+        drawn=("peak_bytes", "one_process_peak_bytes"),
+    ),
+    BenchmarkStudy(
+        "Memory of volumes",
+        "The same for a 3-D U-Net, whose volume is cut along two axes.",
+        {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
+        tuple(
+            _make_case(
+                f"{px} voxels a side",
+                4,
+                f"bench memory {_VOLUMES} --image-size {px}x{px}x{px} --split-size 1 --slice-method 2x2x1",
+                px,
+            )
+            for px in (64, 96, 128)
+        ),
+        ratio="share",
+        more_is_better=False,
+        grows="voxels a side",
         drawn=("peak_bytes", "one_process_peak_bytes"),
     ),
     BenchmarkStudy(

@@ -6,6 +6,7 @@ Others are in `test_stock.py`.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # MONAI's own
 pytest.importorskip("monai")
 
 
-def check_network(model: nn.Module, grid: str, shape: tuple[int, ...]) -> None:
-    loss, plan = nn.CrossEntropyLoss(), Plan(split_size=1, slice_method=grid, precision="float64")
+def check_network(model: nn.Module, plan: Plan, shape: tuple[int, ...]) -> None:
+    loss, plan = nn.CrossEntropyLoss(), replace(plan, precision="float64")
     recipe = prepare(model, plan, shape, loss)
     told, *_ = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))
     assert told["ok"], told
@@ -51,22 +52,27 @@ def make_vnet() -> nn.Module:
     return NarrowVNet()
 
 
+BLOCKS, UNEVEN = Plan(split_size=1, slice_method="2x2x2"), Plan(split_size=1, slice_method="1x2x3")
+REPLICAS = Plan(split_size=2, slice_method="1x2x1", parts=2, schedule="1f1b", data_parallel=2)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(("grid", "size"), [("2x2x2", (32, 32, 32)), ("1x2x3", (16, 32, 80))])
-def test_vnet(grid: str, size: tuple[int, int, int]):
+@pytest.mark.parametrize(
+    ("plan", "size"), [(BLOCKS, (32, 32, 32)), (UNEVEN, (16, 32, 80)), (REPLICAS, (16, 32, 32))], ids=str
+)
+def test_vnet(plan: Plan, size: tuple[int, int, int]):
     """Its dropout drops the same numbers on any grid; 80 columns are cut into 26, 27 and 27."""
     torch.manual_seed(0)
-    check_network(make_vnet(), grid, (2, 1, *size))
+    check_network(make_vnet(), plan, (2, 1, *size))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("grid", ["2x2x2", "1x2x3"])
-def test_swin_unetr(grid: str):
-    pytest.importorskip("einops", reason="MONAI's SwinUNETR needs einops, which the pinned environment does not have")
+@pytest.mark.parametrize(("plan", "images"), [(BLOCKS, 1), (UNEVEN, 1), (REPLICAS, 2)], ids=str)
+def test_swin_unetr(plan: Plan, images: int):
     torch.manual_seed(0)
     nets: Any = importlib.import_module("monai.networks.nets")
     model = nets.SwinUNETR(in_channels=1, out_channels=3, feature_size=12, depths=(1, 1, 1, 1), spatial_dims=3)
-    check_network(model, grid, (1, 1, 32, 32, 64))
+    check_network(model, plan, (images, 1, 32, 32, 64))
 
 
 @pytest.mark.parametrize("grid", ["2", "3"])
@@ -74,4 +80,4 @@ def test_resnet_on_signals(grid: str):
     torch.manual_seed(0)
     nets: Any = importlib.import_module("monai.networks.nets")
     model = nets.resnet18(spatial_dims=1, n_input_channels=2, num_classes=3, widen_factor=0.125)
-    check_network(model, grid, (2, 2, 101))
+    check_network(model, Plan(split_size=1, slice_method=grid), (2, 2, 101))
