@@ -20,6 +20,8 @@ from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
+from mpi4dl_nb.engines.predict.rank_tally import build_tally
+from mpi4dl_nb.engines.predict.tallies import ATTENTION
 from mpi4dl_nb.engines.program import attention, ring
 from mpi4dl_nb.engines.program.attention import AttentionGradient, Queries, RunningAttention
 from mpi4dl_nb.engines.program.program import Traffic, count_traffic
@@ -195,6 +197,24 @@ def test_a_transformer_between_convolutions(
     assert_exact(
         TokenMixer(dropout).double(), torch.randn(2, 3, 7, 9).double(), make_tiled_plan(grid, fused), same=close
     )
+
+
+@pytest.mark.parametrize(
+    ("grid", "dropout", "causal", "kind"),
+    [
+        ("1x1", 0.0, True, "attention"),
+        ("1x1", 0.3, False, "dropped"),
+        ("2x1", 0.0, False, "attention"),
+        ("2x1", 0.0, True, "scores"),
+        ("2x1", 0.3, False, "dropped"),
+    ],
+)
+def test_attention_is_forecast_by_what_it_computes(grid: str, dropout: float, causal: bool, kind: str):
+    compiler = make_compiler(TokenMixer(dropout, causal), (1, 3, 8, 8), grid)
+    tally = build_tally(compiler.compile_rank(0), compiler.lowering.graph)
+    ops = [op for segment in tally.ways[0].segments.values() for op in segment.ops]
+    (attention,) = (op for op in ops if op.kind in ATTENTION)
+    assert (attention.kind, attention.shape) == (kind, (4, 64 if grid == "1x1" else 32, 64))
 
 
 def test_keys_do_not_meet_on_any_rank():
