@@ -117,11 +117,12 @@ class Stepper(PageWidget):
         self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
         first, last = find_planes(self.stepping.image_shape)
         self.plane = Slider("Plane", first, 0, last, "Which plane of the volumes is shown", "9em")
+        self.plane.layout.display = None if last else "none"
         moved = "Of the messages that have just moved, whose values are shown"
         self.message = make_dropdown("Message", [("none", 0)], 0, moved, "35em")
         rows = [
             [self.of, self.kind, self.phase, self.rank, self.layer],
-            [self.show, self.channel, self.image, *([self.plane] if last else []), self.message],
+            [self.show, self.channel, self.image, self.plane, self.message],
         ]
         return [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
 
