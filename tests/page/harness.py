@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -66,7 +67,7 @@ class PageHarness:
 
     def __init__(self, browser: Any, widget: Any, size: tuple[int, int] = (1280, 800), **context: Any) -> None:
         self.widget, self.errors, self._from_page = widget, [], False
-        self._thread, self._later = get_ident(), deque[Any]()
+        self._thread, self._later, self._asked = get_ident(), deque[Any](), deque[Callable[[], None]]()
         self.page = browser.new_context(viewport={"width": size[0], "height": size[1]}, **context).new_page()
         self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -104,18 +105,30 @@ class PageHarness:
         assert self.errors == []
 
     def _receive(self, content: dict[str, Any], buffers: list[str]) -> None:
-        if self.is_busy:
-            return
-        self.widget._handle_custom_msg(content, [base64.b64decode(each) for each in buffers])
+        self._handle(lambda: self.widget._handle_custom_msg(content, [base64.b64decode(each) for each in buffers]))
 
     def _take_over(self, changes: dict[str, Any]) -> None:
+        def take_over() -> None:
+            self._from_page = True
+            try:
+                self.widget.set_state(changes)
+            finally:
+                self._from_page = False
+
+        self._handle(take_over)
+
+    def _handle(self, answer: Callable[[], None]) -> None:
+        """Answer one message after another, as a kernel does: the page may send the next one during an answer."""
         if self.is_busy:
             return
-        self._from_page = True
-        try:
-            self.widget.set_state(changes)
-        finally:
-            self._from_page = False
+        self._asked.append(answer)
+        if len(self._asked) > 1:
+            return
+        while self._asked:
+            try:
+                self._asked[0]()
+            finally:
+                self._asked.popleft()
 
     def _tell(self, change: Any) -> None:
         if get_ident() != self._thread:  # only the browser's thread may speak with the page
