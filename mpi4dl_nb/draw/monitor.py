@@ -189,7 +189,7 @@ def format_progress_html(progress: Progress) -> str:
         descriptions += [f"{progress.left_out} bad images left out"] if progress.left_out else []
     line, bar = " · ".join(map(escape, descriptions)), ""
     if progress.total:
-        style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
+        style = "width:100%;height:1.1em;margin:0.2em 0"  # to the edge: a page need not draw the rest of a bar
         done = f'value="{len(progress.losses)}" max="{progress.total}"'
         bar = f'<progress aria-label="steps done" {done} style="{style}"></progress>'
     return f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>{bar}</div>'
