@@ -70,10 +70,11 @@ def trace_model(
 
     Raises PlanError without a shape.
     """
-    graph = model
-    if isinstance(model, nn.Module):
-        if image_shape is None:
-            raise PlanError(f"{caller} needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
+    if not isinstance(model, nn.Module):
+        graph = model
+    elif image_shape is None:
+        raise PlanError(f"{caller} needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
+    else:
         graph = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
     return graph, plan.fit(graph.inputs["images"].shape[2:])
 

@@ -105,7 +105,7 @@ def place_on_stack(tiles: Sequence[Tile], planes: int, size: Sequence[int]) -> l
     """
     *_, high, wide = (1, *(span.stop for span in tiles[-1]))
     down, across = size[0] / (planes * high), size[1] / wide
-    placed = []
+    placed: list[tuple[float, ...]] = []
     for tile_number, tile in enumerate(tiles):
         *_, rows, cols = (ROW, *tile)
         above = tile_number * planes // len(tiles) * high
