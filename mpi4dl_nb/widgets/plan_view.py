@@ -120,7 +120,7 @@ def are_settings(texts: object, axes: int) -> bool:
         return False
     for name, text in texts.items():
         if name == GRID:
-            fits = isinstance(text, list) and list(map(type, text)) == [int] * axes
+            fits = isinstance(text, list) and len(text) == axes and all(type(parts) is int for parts in text)
         else:
             fits = isinstance(text, bool) or (isinstance(text, str) and len(text) <= MOST_TEXT)
         if not fits:

@@ -23,9 +23,9 @@ CANVAS = "canvas.mpi4dl-plan-canvas"
 class Bench:
     """A configurator and its page."""
 
-    def __init__(self, browser: object, configurator: Configurator, **options: object) -> None:
+    def __init__(self, browser: object, configurator: Configurator, plan: Plan = PLAN, **options: object) -> None:
         self.configurator = configurator
-        configurator.machine.value, configurator.plan = SMALL.name, PLAN
+        configurator.machine.value, configurator.plan = SMALL.name, plan
         assert configurator.wait()
         self.harness = PageHarness(browser, self.configurator.view, **options)
         self.page = self.harness.page
@@ -183,28 +183,24 @@ def test_the_grid_of_tiles_is_two_sliders(bench):
 
 def test_a_volume_has_a_slider_for_each_axis(chromium):
     model = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(2, 2))
-    volumes = Configurator(model, (2, 1, 16, 32, 64), plan=Plan(split_size=1, slice_method="2x1x2"), machine=SMALL)
-    assert volumes.wait()
-    harness = PageHarness(chromium, volumes.view)
-    harness.advance()
+    plan = Plan(split_size=1, slice_method="2x1x2")
+    volumes = Bench(chromium, Configurator(model, (2, 1, 16, 32, 64), plan=plan, machine=SMALL), plan)
     names = [f"Grid of tiles, {axis}" for axis in ("planes", "rows", "columns")]
-    assert [harness.page.get_by_label(name).input_value() for name in names] == ["2", "1", "2"]
-    harness.page.get_by_label(names[1]).focus()
-    harness.page.keyboard.press("ArrowRight")
-    harness.advance(3)
-    assert volumes.wait()
-    harness.advance()
-    assert volumes.plan.slice_method == "2x2x2"
-    assert harness.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 × 2 × 2"
+    assert [volumes.page.get_by_label(name).input_value() for name in names] == ["2", "1", "2"]
+    volumes.page.get_by_label(names[1]).focus()
+    volumes.page.keyboard.press("ArrowRight")
+    volumes.wait_until(lambda: volumes.read("facts").startswith("8"))
+    volumes.wait()
+    assert volumes.configurator.plan.slice_method == "2x2x2"
+    assert volumes.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 × 2 × 2"
     # The second plane of tiles stands below the first: tile 5 is below tile 3, which is below tile 1.
-    harness.page.locator(CANVAS).focus()
+    volumes.page.locator(CANVAS).focus()
     for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
-        harness.page.keyboard.press(key)
-    card = harness.page.locator(".mpi4dl-plan-card").inner_text()
-    assert "tile 5" in card
-    assert "planes 8 to 15, rows 0 to 15, columns 32 to 63 of the image" in card
-    harness.close()
-    volumes.close()
+        volumes.page.keyboard.press(key)
+    assert "tile 5" in volumes.read("card")
+    assert "planes 8 to 15, rows 0 to 15, columns 32 to 63 of the image" in volumes.read("card")
+    volumes.harness.close()
+    volumes.configurator.close()
 
 
 def test_the_picture_follows_the_theme(bench):

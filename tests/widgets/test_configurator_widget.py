@@ -164,7 +164,7 @@ def test_volumes_and_signals_are_configured_like_images(shape, label, tiles, gri
 
 
 def test_the_page_is_answered_also_after_an_interrupt():
-    view = PlanView([], Mock(side_effect=KeyboardInterrupt), Mock())
+    view = PlanView([], ("rows", "columns"), Mock(side_effect=KeyboardInterrupt), Mock())
     view.send = Mock()
     with pytest.raises(KeyboardInterrupt):
         view._handle_event(None, {"set": {"parts": "2"}, "asked": 7}, [])
