@@ -16,7 +16,7 @@ from mpi4dl_nb.engines.compiler.value_layout import Memo, ValueLayout
 from mpi4dl_nb.engines.errors import PlanError
 from mpi4dl_nb.engines.geometry.places import to_places
 from mpi4dl_nb.engines.geometry.tiles import Span
-from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
+from mpi4dl_nb.engines.geometry.windows import ExtendedTiles, HaloCost, Shift, extend_tiles, group_cheapest
 from mpi4dl_nb.engines.graph.model_graph import ModelGraph, Node, Ref
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.plan.layout import Layout, Role, StageRanks
@@ -173,6 +173,8 @@ class Lowering:
             self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
         scout = self._scouts[first]
         scout.tile = key.tile
+        # What a reduction reads of its own pixels, of which it makes a value that is not cut, needs no others.
+        reads = [read for read in scout.reads if scout.is_tiled(Ref(read.node)) or {*read.rules} != {Shift(0)}]
         if self.tile_by_tile:
             groups = dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
         else:
@@ -181,7 +183,7 @@ class Lowering:
             fused = self.plan.fused_layers
             if isinstance(fused, str):
                 work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
-                sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
+                sizes = group_cheapest(names, reads, scout.get_image_tiles, work, HaloCost())
                 numbers = [group for group, size in enumerate(sizes) for _ in range(size)]
             else:
                 numbers = [index // fused for index in range(len(names))]
@@ -189,7 +191,7 @@ class Lowering:
             # The prediction has a group of its own: the loss, and a caller that collects the prediction, read the own
             # tile of each rank, even if later layers read more.
             groups |= {self.graph.prediction: -1}
-        self._wides[key] = extend_tiles(scout.reads, groups, scout.get_image_tiles)
+        self._wides[key] = extend_tiles(reads, groups, scout.get_image_tiles)
         return self._wides[key]
 
     @cached_property

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -135,7 +136,8 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
     with torch.inference_mode(False), torch.enable_grad():
         args, kwargs = tree_map(materialise, (list(arguments), dict(keywords)))
         with _MetaKernelMode(), FlopCount() as count, hooks:
-            result = get_kernel(name)(*args, **kwargs)
+            run = _attend_on_meta if device == "meta" and name == _ATTENTION else get_kernel(name)
+            result = run(*args, **kwargs)
     several = isinstance(result, list | tuple)
     results = [item for item in (result if several else [result]) if isinstance(item, Tensor)]
     # A kernel's results and saved tensors are identified by their storage: a view has that of an argument, and what
@@ -192,6 +194,42 @@ class _MetaKernelMode(TorchDispatchMode):
             kind = torch.promote_types(args[0].dtype, torch.float32)
             return tuple(args[0].new_empty(args[0].shape[1], dtype=kind) for _ in range(2))
         return func(*args, **(kwargs or {}))
+
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def _attend_on_meta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> Tensor:
+    """Attend by the kernel that the ranks run: on the meta device PyTorch takes the one with a matrix of all scores.
+
+    The kernels of GPUs save the same: the result, and one number for each query.
+    """
+
+    # Which kernel it is depends on types, channels and strides, and not on the number of tokens.
+    def shrink(x: Tensor) -> Tensor:
+        few = x[tuple(slice(2) for _ in x.shape[:-1])]
+        return torch.empty_strided(few.shape, few.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
+
+    small = [shrink(x) for x in (query, key, value)]
+    mask = None if attn_mask is None else torch.empty(2, 2, dtype=attn_mask.dtype)
+    if mask is not None and attn_mask is not None:
+        mask.requires_grad_(attn_mask.requires_grad)
+    choice = torch._fused_sdp_choice(*small, mask, dropout_p, is_causal, **others)
+    if choice != SDPBackend.FLASH_ATTENTION.value:
+        return get_kernel(_ATTENTION)(query, key, value, attn_mask, dropout_p, is_causal, **others)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    result: Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=others.get("scale"))[0]
+    return result
 
 
 def find_local_tensors(arguments: Any) -> tuple[LocalTensor, ...]:

@@ -411,6 +411,12 @@ def test_memory_of_blocks_by_a_kernel_is_as_forecast(monkeypatch: pytest.MonkeyP
     check_memory(TokenMixer(), PLANS["tiles"], monkeypatch)
 
 
+@pytest.mark.parametrize("grid", ["1x1", "2x1", "1x2"])
+def test_memory_of_keys_that_are_all_here_is_as_forecast(grid: str, monkeypatch: pytest.MonkeyPatch):
+    plan = Plan(split_size=1, slice_method=grid, attention_keys="gather")
+    check_memory(TokenMixer(), plan, monkeypatch)
+
+
 def check_memory(model: nn.Module, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "PIECE_BYTES", 1 << 14)  # ranks that are threads copy what they send, unlike MPI
     recipe = prepare(model, plan, (1, 3, 96, 64), nn.CrossEntropyLoss())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -214,6 +215,35 @@ def test_windows_are_exact_to_the_bit(name: str, case: tuple[Grid, Pair], seed: 
 def test_norms_and_products_of_tokens(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(CLOSE[name], make_whole_numbers(2, 4, max(2, size_px[0]), max(2, size_px[1]), seed=seed), grid, same=close)
+
+
+class Behind(nn.Module):
+    """A function of an image behind two convolutions, whose halos may be fetched at once."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.convolutions = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.convolutions(x))
+
+
+@pytest.mark.parametrize("name", ["mean of all tokens", "means of runs of tokens, gathered or not"])
+def test_tokens_are_averaged_behind_fused_halos(name: str):
+    check_behind_fused_halos(CLOSE[name], "2x1")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grid", ["2x1", "2x2"])
+@pytest.mark.parametrize("name", [*EXACT, *IN_WINDOWS, *CLOSE])
+def test_tokens_behind_fused_halos(name: str, grid: str):
+    check_behind_fused_halos((EXACT | IN_WINDOWS | CLOSE)[name], grid)
+
+
+def check_behind_fused_halos(function: Callable[[Tensor], Tensor], grid: str) -> None:
+    torch.manual_seed(0)
+    assert_exact(Behind(function).double(), torch.randn(2, 4, 8, 12).double(), make_tiled_plan(grid, 2), same=close)
 
 
 @pytest.mark.sampled(3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.graph.model_graph import TensorSpec
-from mpi4dl_nb.engines.predict.kernel_effects import LocalTensor, infer_effect
+from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes, LocalTensor, infer_effect
 from mpi4dl_nb.engines.program import kernels
 from mpi4dl_nb.engines.program.kernels import register_kernel
 
@@ -64,3 +66,34 @@ def test_half_precision_keeps_half_the_bytes():
     half = LocalTensor.of(TensorSpec((2, 4, 8, 8), "bfloat16"), needs_gradient=True)
     sizes = [infer_effect("aten.relu.default", [each], {}).made[0].bytes for each in (half, X)]
     assert sizes == [1024, 2048]
+
+
+QUERIES = torch.full((2, 2, 64, 16), 0.5)
+KEYS = torch.full((2, 2, 96, 16), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mask", "settings"),
+    {
+        "plain": (KEYS, None, ()),
+        "in an order": (QUERIES, None, (0.0, True)),
+        "added": (KEYS, torch.zeros(64, 96), ()),
+        "hidden": (KEYS, torch.ones(64, 96, dtype=torch.bool), ()),
+        "trained": (KEYS, torch.zeros(64, 96, requires_grad=True), ()),
+        "dropped": (KEYS, None, (0.25,)),
+        "narrow values": (KEYS[..., :8], None, ()),
+        "float64": (KEYS.double(), None, ()),
+    }.values(),
+    ids=["plain", "in an order", "added", "hidden", "trained", "dropped", "narrow values", "float64"],
+)
+def test_attention_keeps_a_matrix_of_scores_only_where_its_kernel_does(keys, mask, settings):
+    """Held against the live tensors of the real kernel."""
+    key = KEYS.to(keys.dtype) if keys.shape[-1] < 16 else keys
+    read = [x.clone().requires_grad_() for x in (QUERIES.to(keys.dtype), key, keys)]
+    with LiveBytes() as live:
+        result = F.scaled_dot_product_attention(*read, mask, *settings)
+    arguments = [*map(LocalTensor.describe, read), mask if mask is None else LocalTensor.describe(mask), *settings]
+    effect = infer_effect("aten.scaled_dot_product_attention.default", arguments, {})
+    assert result.grad_fn is not None
+    assert effect.made[0].bytes + effect.saves_bytes == live.now
+    assert effect.flops == 2 * 2 * 2 * 64 * keys.shape[-2] * (16 + keys.shape[-1])
