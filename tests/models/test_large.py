@@ -39,6 +39,10 @@ def make_monai(name: str, **settings: Any) -> nn.Module:
 
 _ALL_PIXELS = {"in_shape": (3, *SIZE), "channels": (4, 8), "strides": (2, 2)}
 _SIZED = {"image_size": list(SIZE)}
+_ATTENTIVE = {
+    "spatial_dims": 2, "channels": (8, 8, 8), "num_res_blocks": 1, "norm_num_groups": 4, "in_channels": 3,
+    "out_channels": 3, "attention_levels": (False, True, True),
+}  # fmt: skip
 LARGE = {
     "SegFormer": lambda: make_transformer("Segformer", "ForSemanticSegmentation"),
     "PVT v2": lambda: make_transformer("PvtV2", **_SIZED),
@@ -67,6 +71,7 @@ LARGE = {
     "Critic": lambda: make_monai("Critic", **_ALL_PIXELS),
     "Discriminator": lambda: make_monai("Discriminator", **_ALL_PIXELS),
     "Regressor": lambda: make_monai("Regressor", out_shape=(5,), **_ALL_PIXELS),
+    "AutoencoderKL": lambda: make_monai("AutoencoderKL", **_ATTENTIVE),
 }  # fmt: skip
 
 
@@ -162,6 +167,7 @@ SMALL = {
         lambda: make_monai("Discriminator", in_shape=(3, 32, 48), channels=(4, 8), strides=(2, 2)),
         (32, 48),
     ),
+    "MONAI AutoencoderKL": (lambda: make_monai("AutoencoderKL", **_ATTENTIVE), (24, 32)),
     "attention to averaged runs": (AveragedRuns, (32, 48)),
 }  # fmt: skip
 
