@@ -87,5 +87,7 @@ def describe_texts(values: Mapping[str, Any], size_px: Sequence[int]) -> dict[st
         stages = values["spatial_size"] or 1
         names = ("slice_method", "num_spatial_parts")
         tiled = Plan(split_size=stages, spatial_size=stages, **{name: values[name] for name in names})
-        texts[GRID] = list(tiled.fit(size_px).grids[0])
+        grid = tiled.fit(size_px).grids[0]
+        if len(grid) == len(size_px):  # one that cuts other axes than the image has is an error, and nothing to show
+            texts[GRID] = list(grid)
     return texts

@@ -159,6 +159,7 @@ def test_volumes_and_signals_are_configured_like_images(shape, label, tiles, gri
     assert widget.forecast.seconds > 0
     assert len(widget._make_saved_part(0).links["plans"]) > 4
     widget.set_texts({"grid": [1, 2]})
+    assert "grid" not in widget.view.values, "the sliders stay where they are"
     assert f"but the image has {axes}" in " ".join(widget.wrong.values())
     widget.close()
 
