@@ -120,10 +120,8 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     images = make_tensor(images)
     batch = training.recipe.graph.inputs["images"].shape
     if images.shape[1] != batch[1] or not images.numel():
-        raise ImageError(
-            f"images have shape {tuple(images.shape)}, but the model was trained on {batch[1]} channels. "
-            f"Give {_describe_batch(batch)}."
-        )
+        wrong = f"but the model was trained on {batch[1]} channels" if images.numel() else "which is nothing to predict"
+        raise ImageError(f"images have shape {tuple(images.shape)}, {wrong}. Give {_describe_batch(batch)}.")
     shape = (batch[0] * training.plan.parts, *images.shape[1:])
     with use_default_type_of(training.recipe.graph):
         recipe = prepare_prediction(training.model, training.plan, shape, training.recipe.device, with_state=False)

@@ -152,7 +152,7 @@ def test_the_class_of_a_picture(cluster: Cluster):
     ("source", "asked", "error", "message"),
     [
         (torch.zeros(2, 4, 12, 20), {}, ImageError, "trained on 3 channels"),
-        (torch.zeros(0, 3, 12, 20), {}, ImageError, "trained on 3 channels"),
+        (torch.zeros(0, 3, 12, 20), {}, ImageError, "nothing to predict"),
         (torch.zeros(1, 3, 13, 21), {}, TraceError, "cannot be traced"),
         ("nowhere.svs", {}, ImageError, "nowhere.svs"),
         (PIXELS, {"kind": "colours"}, PlanError, "kind='colours' is unknown"),
