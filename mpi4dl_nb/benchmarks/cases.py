@@ -155,21 +155,23 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
     ),
     BenchmarkStudy(
         "Memory of volumes",
-        "The same for a 3-D U-Net, whose volume is cut along two axes.",
+        "The same for a 3-D U-Net, whose volume is cut along two axes, and once with the activations in a file.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
         tuple(
             _make_case(
-                f"{px} voxels a side",
+                name,
                 4,
-                f"bench memory {_VOLUMES} --image-size {px}x{px}x{px} --split-size 1 --slice-method 2x2x1",
-                px,
+                f"bench memory {_VOLUMES} --image-size {px}x{px}x{px} --split-size 1 --slice-method 2x2x1 {more}",
             )
-            for px in (64, 96, 128)
+            for name, px, more in (
+                ("64 voxels a side", 64, ""),
+                ("96 voxels a side", 96, ""),
+                ("128 voxels a side", 128, ""),
+                ("128 voxels a side, in a file", 128, "--offload-activations"),
+            )
         ),
         ratio="share",
         more_is_better=False,
-        grows="voxels a side",
-        drawn=("peak_bytes", "one_process_peak_bytes"),
     ),
     BenchmarkStudy(
         "Memory of attention",
@@ -187,9 +189,9 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
     ),
     BenchmarkStudy(
         "Tiles in turn",
-        "One process trains 8 strips one after another, then the late layers whole, within a bound of memory that the "
-        "kernel enforces, beside one process with the whole image and no bound: how many times the bound that needs, "
-        "and how many times as long a step takes in turn.",
+        "One process trains 8 strips or slabs one after another, then late layers whole, within a bound of memory that "
+        "the kernel enforces, beside one process with the whole image and no bound: how many times the bound that "
+        "needs, and how many times as long a step takes in turn.",
         {
             "memory_bytes": "bound",
             "peak_bytes": "peak, with the file's pages",
@@ -200,6 +202,12 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
             "spread": "spread",
         },
         (
+            _make_case(
+                "3-D U-Net, 96 voxels a side",
+                1,
+                "bench streaming --memory-mb 128 --iterations 3 --image-size 96x96x96 --split-size 1 "
+                f"--slice-method 8x1x1 {_VOLUMES}",
+            ),
             _make_case(
                 "MONAI ResNet-18 (stride 2), 1,536 px",
                 1,
