@@ -40,9 +40,9 @@ class LocalTensor:
     needs_gradient: bool
 
     @classmethod
-    def of(cls, spec: TensorSpec, needs_gradient: bool) -> LocalTensor:
+    def of(cls, spec: TensorSpec, needs_gradient: bool, is_image: bool = True) -> LocalTensor:
         """Return the description of a newly allocated tensor in the memory format that the ranks use."""
-        layout = choose_memory_format(len(spec.shape))
+        layout = choose_memory_format(len(spec.shape)) if is_image else torch.contiguous_format
         twin = torch.empty(spec.shape, device="meta", memory_format=layout)
         return cls(spec, twin.stride(), needs_gradient and spec.is_floating)
 

@@ -95,6 +95,11 @@ class Exchange(Instruction):
         """The tensors that the exchange makes, with their tiles: the window if the rank needs one, or strips of it."""
         return self.strips or (((self.target, self.window),) if self.window is not None else ())
 
+    @property
+    def is_image(self) -> bool:
+        """Whether it transfers images (N, C, H, W), which are stored channels last, or values stored as they are."""
+        return len(self.shape) == 4 and self.axes in ((-2, -1), (-4,), ())
+
     def split(self, strips: tuple[tuple[str, Tile], ...]) -> Exchange:
         """Return the first half of the exchange in halves that makes `strips`; the second one is its `adjoint`."""
         return replace(self, name=f"{self.name} begins", strips=strips, ends=False)
@@ -183,9 +188,9 @@ class Exchange(Instruction):
         return disjoint and self.compute_bytes(self.sends) == self.compute_bytes([Move(0, 0, self.own)])
 
     def is_contiguous(self, tile: Tile, frame: Tile) -> bool:
-        """Return whether the pixels of `tile` are contiguous in a tensor of those of `frame`, stored channels last."""
+        """Return whether the pixels of `tile` are contiguous in a tensor of those of `frame`, as that is stored."""
         part, whole = list(self.compute_shape(tile)), list(self.compute_shape(frame))
-        if len(part) == 4:
+        if self.is_image:
             for shape in (part, whole):
                 shape.append(shape.pop(1))  # (N, H, W, C), the order in memory
         cut = [index for index, (here, all_here) in enumerate(zip(part, whole, strict=True)) if here < all_here]

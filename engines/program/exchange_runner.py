@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpi4dl_nb.engines.comm.device import choose_memory_format
 from mpi4dl_nb.engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
 from mpi4dl_nb.engines.comm.world import Pending, World
 from mpi4dl_nb.engines.geometry.tiles import Move
@@ -78,6 +77,7 @@ class ExchangeRunner:
         self._forward_bytes = exchange.compute_bytes(exchange.sends)
         self._backward_bytes = exchange.compute_bytes(exchange.receives)
         self._tiles = [tile for _, tile in exchange.parts]
+        self._layout = torch.channels_last if exchange.is_image else torch.contiguous_format
         # The whole window: the pixels that stay on this rank are in its tile of the source, and in its window.
         #
         #   source, own columns 4 to 7         [4 5 6 7]
@@ -228,7 +228,7 @@ class ExchangeRunner:
         with use_send_stream(self.device, self._where, contents):
             for buffer, pixels in zip(buffers, contents, strict=True):
                 if self._where != self.device:  # only a copy of contiguous memory is asynchronous
-                    pixels = pixels.contiguous(memory_format=choose_memory_format(pixels.dim()))
+                    pixels = pixels.contiguous(memory_format=self._layout)
                 buffer.pixels.copy_(pixels, non_blocking=True)
             return record_event(self.device, self._where)
 
@@ -242,7 +242,7 @@ class ExchangeRunner:
     def _make_part(self, number: int) -> Tensor:
         """Allocate the window or a strip and write the fill where it extends beyond the image."""
         shape, dtype = self.exchange.compute_shape(self._tiles[number]), getattr(torch, self.exchange.dtype)
-        part = torch.empty(shape, dtype=dtype, device=self.device, memory_format=choose_memory_format(len(shape)))
+        part = torch.empty(shape, dtype=dtype, device=self.device, memory_format=self._layout)
         for index in self._outside[number]:
             part[index].fill_(self.exchange.fill)
         return part

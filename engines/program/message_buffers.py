@@ -10,7 +10,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from mpi4dl_nb.engines.comm.device import choose_memory_format, has_own_memory
+from mpi4dl_nb.engines.comm.device import has_own_memory
 from mpi4dl_nb.engines.comm.streams import DeviceEvent
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
 from mpi4dl_nb.engines.errors import RankError
@@ -110,17 +110,17 @@ def _make_buffer(
     is_sent, dtype = move in exchange.sends, getattr(torch, exchange.dtype)
     peer, frame = (move.target, exchange.own_tile) if is_sent else (move.source, exchange.window_tile)
     index, shape = make_index(exchange, move.tile, frame), exchange.compute_shape(move.tile)
-    is_image = choose_memory_format(len(shape)) is torch.channels_last
     if whole is not None and whole.dtype == dtype:
         pixels = whole.data[index]  # `data`: autograd must not count packing as a change
-        # MPI sends one run of memory. Channels are innermost, so whole rows of a tile over all columns are one run,
-        # while columns are many short ones. Lazily conjugated or negated values differ from their memory.
-        ordered = pixels.permute(0, 2, 3, 1) if is_image else pixels
+        # MPI sends one run of memory. The channels of an image are innermost, so that whole rows of a tile over all
+        # columns are one run, while columns are many short ones. Lazily conjugated or negated values differ from their
+        # memory.
+        ordered = pixels.permute(0, 2, 3, 1) if exchange.is_image else pixels
         if ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg()):
             return MessageBuffer(peer, index, ordered.view(-1), pixels)
     flat = memory(exchange.compute_bytes([move])).view(dtype)
     pixels = flat.view(shape)
-    if is_image:
+    if exchange.is_image:
         # Channels last, as in the tensors that pixels are copied from and to: rows are then copied whole.
         batch, channels, height, width = shape
         pixels = flat.view(batch, height, width, channels).permute(0, 3, 1, 2)

@@ -12,13 +12,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl_nb.engines.comm.loopback import run_ranks
 from mpi4dl_nb.engines.errors import TraceError
 from mpi4dl_nb.engines.geometry.tiles import Grid
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program.exchange import Exchange
 from tests.compiler.drawn import Calls, Pair, check, generate_images_on_grids, seeds
 from tests.compiler.test_whole import make_compiler
-from tests.exact import assert_exact, close, make_tiled_plan, make_whole_numbers, with_whole_weights
+from tests.exact import (
+    assert_exact,
+    close,
+    finish,
+    make_tiled_plan,
+    make_whole_numbers,
+    prepare_worker,
+    with_whole_weights,
+)
 from tests.sampling import set_trials
 
 WINDOW = 4
@@ -315,6 +324,33 @@ def test_networks_of_tokens(name: str, grid: str, fused: int):
     torch.manual_seed(1)
     model = NETWORKS[name]().double()
     assert_exact(model, make_whole_numbers(2, 3, 12, 20), make_tiled_plan(grid, fused), same=close)
+
+
+class ChannelsLast(nn.Module):
+    """A shift of (N, H, W, C) between two convolutions, as Swin shifts its windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x).permute(0, 2, 3, 1).roll((1, 2), (1, 2)).permute(0, 3, 1, 2))
+
+
+def test_a_window_is_stored_as_the_value_that_it_is_of():
+    """Images with their channels last; a value whose channels are last already, in its own order."""
+    model, images = ChannelsLast().double(), torch.randn(2, 3, 12, 20).double()
+    plan = make_tiled_plan("2x2")
+    worker = run_ranks(4, lambda world: finish(prepare_worker(model, images, torch.zeros(2, 2, 12, 20), plan)(world)))[
+        3
+    ]
+    windows = {item.axes: item for item in worker.program.forward if isinstance(item, Exchange) and item.window}
+    assert windows.keys() == {(-2, -1), (-3, -2)}
+    for axes, item in windows.items():
+        part = worker.runtime.exchange_runners[item.key]._make_part(0)
+        channels = {(-2, -1): 1, (-3, -2): 3}[axes]
+        assert (part.shape[channels], part.stride(channels), item.is_image) == (part.shape[channels], 1, channels == 1)
+    assert_exact(model, images, plan, same=close)
 
 
 def test_what_works_on_each_token_sends_nothing():
