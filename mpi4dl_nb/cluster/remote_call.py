@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from mpi4dl_nb.engines import errors
 from mpi4dl_nb.engines.comm.output import OutputLine
 from mpi4dl_nb.engines.errors import Mpi4dlError, RankError
-from mpi4dl_nb.engines.formatting import format_seconds
+from mpi4dl_nb.engines.formatting import format_ranks, format_seconds
 from mpi4dl_nb.engines.server.rank_server import Failure, Reply
 from mpi4dl_nb.engines.train.interrupts import defer_interrupt
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
@@ -309,12 +309,13 @@ class RemoteCall:
             return _make_error(rank, replace(_DEATH, message=str(lost[rank])), "")
         if self.waiting and not failed:
             return _make_error(min(self.waiting.values()), _SILENCE, "")
-        rank, *others = failed or failures
+        # Of ranks that fail alike, the lowest is named, whichever was heard first.
+        heard = list(failed or failures)
+        rank, *also = sorted(other for other in heard if failures[other].message == failures[heard[0]].message)
         first = failures[rank]
         if rank in self._lost_replies and (ended := self._find_exit(rank)):
             first = replace(_DEATH, message=str(ended))
-        also = sorted(other for other in others if failures[other].message == first.message)
-        error = _make_error(rank, first, f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
+        error = _make_error(rank, first, f" (And so on {format_ranks(also)}.)" if also else "")
         for other in sorted({*failures} - {rank, *also}):
             error.add_note(f"Rank {other} {_describe_failure(failures[other])}")
         return error

@@ -109,5 +109,5 @@ def test_an_error_that_ranks_raise_on_purpose_has_no_traceback_of_theirs(shell, 
         "    cluster.call(refuse)"
     )
     shown = capsys.readouterr().out.strip()
-    assert shown.endswith("ImageError: Rank 0: no such image (And so on ranks 1.)")
+    assert shown.endswith("ImageError: Rank 0: no such image (And so on rank 1.)")
     assert "On rank" not in shown
