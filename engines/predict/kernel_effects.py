@@ -222,7 +222,7 @@ def _attend_on_meta(
     mask = None if attn_mask is None else torch.empty(2, 2, dtype=attn_mask.dtype)
     if mask is not None and attn_mask is not None:
         mask.requires_grad_(attn_mask.requires_grad)
-    choice = torch._fused_sdp_choice(*small, mask, dropout_p, is_causal, **others)
+    choice = torch.ops.aten._fused_sdp_choice.default(*small, mask, dropout_p, is_causal, **others)
     if choice != SDPBackend.FLASH_ATTENTION.value:
         return get_kernel(_ATTENTION)(query, key, value, attn_mask, dropout_p, is_causal, **others)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
