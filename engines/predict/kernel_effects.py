@@ -218,10 +218,10 @@ def _attend_on_meta(
         few = x[tuple(slice(2) for _ in x.shape[:-1])]
         return torch.empty_strided(few.shape, few.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
 
-    small = [shrink(x) for x in (query, key, value)]
-    mask = None if attn_mask is None else torch.empty(2, 2, dtype=attn_mask.dtype)
-    if mask is not None and attn_mask is not None:
-        mask.requires_grad_(attn_mask.requires_grad)
+    small, mask = [shrink(x) for x in (query, key, value)], None
+    if attn_mask is not None:
+        pairs = small[0].shape[-2], small[1].shape[-2]
+        mask = torch.empty(pairs, dtype=attn_mask.dtype, requires_grad=attn_mask.requires_grad)
     choice = torch.ops.aten._fused_sdp_choice.default(*small, mask, dropout_p, is_causal, **others)
     if choice != SDPBackend.FLASH_ATTENTION.value:
         return get_kernel(_ATTENTION)(query, key, value, attn_mask, dropout_p, is_causal, **others)

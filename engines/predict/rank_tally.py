@@ -24,7 +24,6 @@ from mpi4dl_nb.engines.predict.tallies import (
     get_product_shape,
 )
 from mpi4dl_nb.engines.program.effects import Instruction, LocalOp, Phase
-from mpi4dl_nb.engines.program.exchange import Exchange
 from mpi4dl_nb.engines.program.instructions import DEVICE, SEED, Compute
 from mpi4dl_nb.engines.program.kernels import SLOT_ARGUMENTS
 from mpi4dl_nb.engines.program.program import DirectionProgram, Program
@@ -366,8 +365,7 @@ class _DirectionCounter:
                 # parallelism; of a strip, also its copies of own pixels.
                 if effects.messages and item.kind == "halo":
                     self.halo_bytes[key] = spec.bytes - (effects.messages.own if len(effects.specs) == 1 else 0)
-                is_image = not isinstance(item, Exchange) or item.is_image
-                self.add_value(name, LocalTensor.of(spec, item.differentiable, is_image), key)
+                self.add_value(name, LocalTensor.of(spec, item.differentiable, item.is_image), key)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
         roomy = frozenset(
             window

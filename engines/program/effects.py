@@ -150,6 +150,11 @@ class Instruction(ABC):
         return False
 
     @property
+    def is_image(self) -> bool:
+        """Whether what it makes of four axes is stored as images (N, C, H, W) are: channels last."""
+        return True
+
+    @property
     def key(self) -> str:
         """Its name, or that of the instruction of which it is one half."""
         return self.name

@@ -97,7 +97,9 @@ class Exchange(Instruction):
 
     @property
     def is_image(self) -> bool:
-        """Whether it transfers images (N, C, H, W), which are stored channels last, or values stored as they are."""
+        """Whether it transfers images (N, C, H, W), stored channels last; others are in the order of their axes."""
+        # Rows and columns of an image are its last two axes. Where others are cut, as of (N, H, W, C) or of attention's
+        # (N, heads, T, C), the last axis has the channels: channels last would make rows or heads the innermost.
         return len(self.shape) == 4 and self.axes in ((-2, -1), (-4,), ())
 
     def split(self, strips: tuple[tuple[str, Tile], ...]) -> Exchange:

@@ -79,16 +79,17 @@ KEYS = torch.full((2, 2, 96, 16), 0.5)
         "in an order": (QUERIES, None, (0.0, True)),
         "added": (KEYS, torch.zeros(64, 96), ()),
         "hidden": (KEYS, torch.ones(64, 96, dtype=torch.bool), ()),
+        "one key": (KEYS[:, :, :1], torch.zeros(64, 1), ()),
         "trained": (KEYS, torch.zeros(64, 96, requires_grad=True), ()),
         "dropped": (KEYS, None, (0.25,)),
         "narrow values": (KEYS[..., :8], None, ()),
         "float64": (KEYS.double(), None, ()),
     }.values(),
-    ids=["plain", "in an order", "added", "hidden", "trained", "dropped", "narrow values", "float64"],
+    ids=["plain", "in an order", "added", "hidden", "one key", "trained", "dropped", "narrow values", "float64"],
 )
 def test_attention_keeps_a_matrix_of_scores_only_where_its_kernel_does(keys, mask, settings):
     """Held against the live tensors of the real kernel."""
-    key = KEYS.to(keys.dtype) if keys.shape[-1] < 16 else keys
+    key = KEYS if keys.shape[-1] < 16 else keys
     read = [x.clone().requires_grad_() for x in (QUERIES.to(keys.dtype), key, keys)]
     with LiveBytes() as live:
         result = F.scaled_dot_product_attention(*read, mask, *settings)
