@@ -151,7 +151,7 @@ class Instruction(ABC):
 
     @property
     def is_image(self) -> bool:
-        """Whether what it makes of four axes is stored as images (N, C, H, W) are: channels last."""
+        """Whether what it makes of four or five axes is stored as images (N, C, ...) are: channels last."""
         return True
 
     @property

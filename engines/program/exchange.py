@@ -97,10 +97,11 @@ class Exchange(Instruction):
 
     @property
     def is_image(self) -> bool:
-        """Whether it transfers images (N, C, H, W), stored channels last; others are in the order of their axes."""
-        # Rows and columns of an image are its last two axes. Where others are cut, as of (N, H, W, C) or of attention's
+        """Whether it transfers images (N, C, ...), stored channels last; others are in the order of their axes."""
+        # All axes of an image behind its channels are cut. Where others are, as of (N, H, W, C) or of attention's
         # (N, heads, T, C), the last axis has the channels: channels last would make rows or heads the innermost.
-        return len(self.shape) == 4 and self.axes in ((-2, -1), (-4,), ())
+        count = len(self.shape)
+        return count in (4, 5) and self.axes in (tuple(range(2 - count, 0)), (-count,), ())
 
     def split(self, strips: tuple[tuple[str, Tile], ...]) -> Exchange:
         """Return the first half of the exchange in halves that makes `strips`; the second one is its `adjoint`."""
@@ -194,7 +195,7 @@ class Exchange(Instruction):
         part, whole = list(self.compute_shape(tile)), list(self.compute_shape(frame))
         if self.is_image:
             for shape in (part, whole):
-                shape.append(shape.pop(1))  # (N, H, W, C), the order in memory
+                shape.append(shape.pop(1))  # (N, ..., C), the order in memory
         cut = [index for index, (here, all_here) in enumerate(zip(part, whole, strict=True)) if here < all_here]
         # Contiguous if only the outermost axis longer than 1 is cut: all axes before the last cut one have length 1.
         #

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpi4dl_nb.engines.comm.device import choose_memory_format
 from mpi4dl_nb.engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
 from mpi4dl_nb.engines.comm.world import Pending, World
 from mpi4dl_nb.engines.geometry.tiles import Move
@@ -77,7 +78,7 @@ class ExchangeRunner:
         self._forward_bytes = exchange.compute_bytes(exchange.sends)
         self._backward_bytes = exchange.compute_bytes(exchange.receives)
         self._tiles = [tile for _, tile in exchange.parts]
-        self._layout = torch.channels_last if exchange.is_image else torch.contiguous_format
+        self._layout = choose_memory_format(len(exchange.shape)) if exchange.is_image else torch.contiguous_format
         # The whole window: the pixels that stay on this rank are in its tile of the source, and in its window.
         #
         #   source, own columns 4 to 7         [4 5 6 7]

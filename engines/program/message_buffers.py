@@ -115,15 +115,15 @@ def _make_buffer(
         # MPI sends one run of memory. The channels of an image are innermost, so that whole rows of a tile over all
         # columns are one run, while columns are many short ones. Lazily conjugated or negated values differ from their
         # memory.
-        ordered = pixels.permute(0, 2, 3, 1) if exchange.is_image else pixels
+        ordered = pixels.movedim(1, -1) if exchange.is_image else pixels
         if ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg()):
             return MessageBuffer(peer, index, ordered.view(-1), pixels)
     flat = memory(exchange.compute_bytes([move])).view(dtype)
     pixels = flat.view(shape)
     if exchange.is_image:
         # Channels last, as in the tensors that pixels are copied from and to: rows are then copied whole.
-        batch, channels, height, width = shape
-        pixels = flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        batch, channels, *sides = shape
+        pixels = flat.view(batch, *sides, channels).movedim(-1, 1)
     return MessageBuffer(peer, index, flat, pixels)
 
 

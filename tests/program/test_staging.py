@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
 
 from mpi4dl_nb.engines.bench.halo import run_backward
 from mpi4dl_nb.engines.comm import mpi
+from mpi4dl_nb.engines.comm.device import choose_memory_format
 from mpi4dl_nb.engines.comm.loopback import LoopbackWorld, run_ranks
 from mpi4dl_nb.engines.comm.world import Message, Pending
 from mpi4dl_nb.engines.geometry.tiles import Grid, Move, Tile, compute_moves
@@ -17,7 +19,6 @@ from mpi4dl_nb.engines.program.exchange_runner import make_exchange_runners
 from mpi4dl_nb.engines.program.message_buffers import SendQueue
 
 SIDE_PX = 8
-WHOLE = Tile.whole(SIDE_PX, SIDE_PX)
 
 
 class Watched(LoopbackWorld):
@@ -36,17 +37,18 @@ class Watched(LoopbackWorld):
 
 def make_exchange(rank: int, grid: Grid, images: int = 1) -> Exchange:
     """Rank 0 has the whole value; the ranks behind it want its tiles."""
-    wanted = dict(enumerate(grid.cut(SIDE_PX, SIDE_PX), start=1))
-    travelling = compute_moves({0: WHOLE}, wanted)
+    sides_px = (SIDE_PX,) * len(grid)
+    wanted, whole = dict(enumerate(grid.cut(*sides_px), start=1)), Tile.whole(*sides_px)
+    travelling = compute_moves({0: whole}, wanted)
     return Exchange(
         name="x",
         purpose="stage",
         source="x",
         target="y",
-        axes=(-2, -1),
-        shape=(images, 3, SIDE_PX, SIDE_PX),
+        axes=tuple(range(-len(grid), 0)),
+        shape=(images, 3, *sides_px),
         dtype="float32",
-        own=WHOLE if rank == 0 else None,
+        own=whole if rank == 0 else None,
         window=wanted.get(rank),
         fill=0.0,
         sends=tuple(move for move in travelling if move.source == rank),
@@ -56,18 +58,30 @@ def make_exchange(rank: int, grid: Grid, images: int = 1) -> Exchange:
     )
 
 
+def make_image(shape: Sequence[int]) -> torch.Tensor:
+    """Return an image or a volume, as ranks store it."""
+    return torch.randn(*shape).contiguous(memory_format=choose_memory_format(len(shape)))
+
+
 @pytest.mark.parametrize(
     ("grid", "images", "bare"),
-    [(Grid(1, 1), 2, True), (Grid(2, 1), 1, True), (Grid(2, 1), 2, False), (Grid(1, 2), 1, False)],
-    ids=["a whole batch", "rows of one image", "rows of two images", "columns"],
+    [
+        (Grid(1, 1), 2, True),
+        (Grid(2, 1), 1, True),
+        (Grid(2, 1), 2, False),
+        (Grid(1, 2), 1, False),
+        (Grid(2, 1, 1), 1, True),
+        (Grid(1, 2, 1), 1, False),
+    ],
+    ids=["a whole batch", "rows of one image", "rows of two images", "columns", "slabs", "rows of a volume"],
 )
 def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, images: int, bare: bool):
     def work(world: LoopbackWorld) -> None:
-        step, watched, row = make_exchange(world.rank, grid, images), Watched(world), SIDE_PX * 3 * 4
+        step, watched = make_exchange(world.rank, grid, images), Watched(world)
         carrier = make_exchange_runners([step], watched, torch.device("cpu"), SendQueue())["x"]
         source = None
         if world.rank == 0:
-            source = torch.randn(images, 3, SIDE_PX, SIDE_PX).to(memory_format=torch.channels_last).requires_grad_()
+            source = make_image(step.shape).requires_grad_()
         window = next(iter(carrier.wait_forward(carrier.start_forward(source)[0])), None)
         grad = None if window is None else window.clone()
         run_backward(carrier, grad, source)
@@ -75,7 +89,7 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
             assert (watched.received, watched.sent) == ([window.data_ptr()], [grad.data_ptr()])  # it holds no more
             return
         torch.testing.assert_close(source.grad, source.detach(), rtol=0, atol=0)
-        tops = [tile.rows.start * SIDE_PX * row // SIDE_PX for tile in grid.cut(SIDE_PX, SIDE_PX)]
+        tops = [tile[0].start * source.stride(2) * source.itemsize for tile in grid.cut(*source.shape[2:])]
         assert (watched.sent == [source.data_ptr() + top for top in tops]) == bare
         assert (watched.received == [source.grad.data_ptr() + top for top in tops]) == bare
         assert source._version == 0  # autograd saw no change of what was sent
@@ -85,14 +99,15 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
     run_ranks(1 + grid.tiles, work)
 
 
-def test_what_is_in_a_row_is_so_in_memory():
-    """For all rectangles of a small image."""
-    step = make_exchange(0, Grid(1, 1), images=2)
-    tiles = [tile for rows in (1, 2, 4) for cols in (1, 2, 4) for tile in Grid(rows, cols).cut(SIDE_PX, SIDE_PX)]
-    for frame in (WHOLE, tiles[-1]):
-        held = torch.empty(step.compute_shape(frame)).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("axes", [2, 3])
+def test_what_is_in_a_row_is_so_in_memory(axes: int):
+    """For all rectangles of a small image, and all boxes of a small volume."""
+    step = make_exchange(0, Grid(*[1] * axes), images=2)
+    tiles = [tile for parts in product((1, 2, 4), repeat=axes) for tile in Grid(*parts).cut(*step.shape[2:])]
+    for frame in (step.own, tiles[-1]):
+        values = make_image(step.compute_shape(frame))
         for tile in (tile & frame for tile in tiles if tile & frame):
-            pixels = held[:, :, *tile.to_slices(frame)].permute(0, 2, 3, 1)
+            pixels = values[:, :, *tile.to_slices(frame)].movedim(1, -1)
             assert step.is_contiguous(tile, frame) == pixels.is_contiguous()
 
 
@@ -100,7 +115,7 @@ def test_what_goes_to_two_ranks_is_not_lent_all():
     """Both bring a gradient home, and these add up."""
     step = make_exchange(0, Grid(1, 1))
     twice = Exchange(
-        **{name: getattr(step, name) for name in step.__slots__} | {"sends": (*step.sends, Move(0, 2, WHOLE))}
+        **{name: getattr(step, name) for name in step.__slots__} | {"sends": (*step.sends, Move(0, 2, step.own))}
     )
     assert step.sends_all_once
     assert not twice.sends_all_once
