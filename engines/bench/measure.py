@@ -1,4 +1,4 @@
-"""Time and peak memory of what is compared, and the command `bench memory`.
+"""Time and peak memory of what is compared.
 
 Timed works take turns, so that a slow phase of the machine hits all of them. Memory is read from the kernel's figures
 for the process (Linux), after everything is imported and traced.
@@ -19,25 +19,18 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.device import (
-    choose_device,
     has_own_memory,
     measure_device_peak,
     read_process_bytes,
-    trim_memory,
 )
 from mpi4dl_nb.engines.comm.streams import measure_seconds, wait_for_device
 from mpi4dl_nb.engines.comm.supervisor import end_with_parent
 from mpi4dl_nb.engines.comm.world import World
 from mpi4dl_nb.engines.errors import RankError
 from mpi4dl_nb.engines.program.worker import Inputs
-from mpi4dl_nb.engines.train.oracle import ReferenceTraining
-from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
-from mpi4dl_nb.engines.train.verify import make_batches
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from mpi4dl_nb.engines.comm.mpi import MpiWorld
@@ -153,59 +146,8 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
 
 
 STEPS = 2  # gradients and the optimiser's state exist from the second step on
-
-
-def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: int) -> dict[str, object]:
-    """Return bytes beyond the memory before the steps: `peak_bytes` of each rank, in rank order, and of one process.
-
-    `share` is the largest peak of a rank relative to that of one process; `even_share` that of a rank that holds one
-    tile's part of everything.
-    """
-    peaks = world.all_gather(_measure_rank(world, recipe, seed))
-    trim_memory()  # make room for the one process with the whole image
-    world.barrier()
-    whole = world.all_gather(
-        run_in_subprocess("mpi4dl_nb.engines.bench.measure:measure_one_process", arguments) if world.rank == 0 else None
-    )[0]
-    return {
-        "peak_bytes": peaks,
-        "one_process_peak_bytes": whole,
-        "share": round(max(peaks) / whole, 4),
-        "even_share": round(1 / recipe.plan.grids[0].tiles, 4),
-    }
-
-
-def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
-    """Run `bench memory`."""
-    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
-    chosen = flags.parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    return bench_memory(world, recipe, arguments, chosen.seed)
-
-
-def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
-    cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
-    # Copies of this rank's parts: views would keep the whole batches alive, and count them as the rank's memory.
-    inputs = {micro_batch: {name: part.clone() for name, part in parts.items()} for micro_batch, parts in cut.items()}
-    del cut
-
-    def begin() -> Callable[[], object]:
-        return partial(RankTraining(world, recipe).step, inputs)
-
-    return measure_steps(choose_device(recipe.device, world.rank), begin, STEPS)[0]
-
-
-def measure_one_process(arguments: Sequence[str]) -> None:
-    """Measure one process with the plain model; print its peak in bytes as JSON."""
-    chosen = options.make_parser("").parse_args(list(arguments))
-    model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
-    batch = make_batches(recipe, chosen.seed, steps=1)[0]
-    device = choose_device(recipe.device, rank=0)
-
-    def begin() -> Callable[[], object]:
-        return partial(ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe).step, batch)
-
-    print(json.dumps(measure_steps(device, begin, STEPS)[0]), flush=True)
+KEPT_BYTES = 4 << 20
+"""Freed blocks below this size are better kept: most tensors of a tile are smaller, and fresh pages are slow."""
 
 
 def measure_steps(

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpi4dl_nb.engines.bench.measure import STEPS, SubprocessExitError, compute_spread, measure_steps, run_in_subprocess
+from mpi4dl_nb.engines.bench.measure import (
+    KEPT_BYTES,
+    STEPS,
+    SubprocessExitError,
+    compute_spread,
+    measure_steps,
+    run_in_subprocess,
+)
 from mpi4dl_nb.engines.cli import options
 from mpi4dl_nb.engines.comm.device import (
     choose_device,
@@ -45,8 +52,6 @@ from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches
 
 _MIB = 1 << 20
-_KEPT_BYTES = 4 * _MIB
-"""Freed blocks below this size are better kept: most tensors of a tile are smaller, and fresh pages are slow."""
 
 
 @contextmanager
@@ -82,16 +87,17 @@ _WAYS: Mapping[str, tuple[str, Mapping[str, object]]] = {  # what it is, and the
 }
 
 
-def _make_limit_parser(description: str) -> ArgumentParser:
+def make_limit_parser(description: str, memory_mb: int | None = 512) -> ArgumentParser:
+    """Return a parser of the flags of a step, and of the limit; `memory_mb` is its default (None: no limit)."""
     flags = options.make_parser(description)
     help_text = "memory limit beyond the initial size of the process"
-    flags.add_argument("--memory-mb", type=options.parse_positive, default=512, help=help_text)
+    flags.add_argument("--memory-mb", type=options.parse_positive, default=memory_mb, help=help_text)
     return flags
 
 
 def make_largest_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, the method, and the limit."""
-    flags = _make_limit_parser("Find the largest square image that one process trains within a memory limit.")
+    flags = make_limit_parser("Find the largest square image that one process trains within a memory limit.")
     says = "; ".join(f"{way}: {what}" for way, (what, _) in _WAYS.items())
     flags.add_argument("--way", choices=list(_WAYS), default="plain", help=says)
     flags.add_argument("--step-px", type=options.parse_positive, default=64, help="image sizes are multiples of this")
@@ -176,7 +182,7 @@ def train_within_limit(arguments: Sequence[str]) -> None:
     chosen = make_largest_parser().parse_args(list(arguments))
     device = choose_device(chosen.device, rank=0)
     # Blocks that glibc keeps for reuse would count against the limit, although no tensor uses them.
-    keep_memory_tight(True, _KEPT_BYTES)
+    keep_memory_tight(True, KEPT_BYTES)
     # Whatever libraries allocate once, threads and a GPU's context, is allocated before the limit applies.
     torch.set_num_threads(count_cores())
     layer = nn.Conv2d(4, 4, 3).to(device)
@@ -236,7 +242,7 @@ def make_ranks_in_turn(
 
 def make_streaming_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, and the limit."""
-    flags = _make_limit_parser(
+    flags = make_limit_parser(
         "Train an image tile after tile within a memory limit, and compare with one process without a limit."
     )
     flags.add_argument("--iterations", type=options.parse_positive, default=3)
@@ -298,7 +304,7 @@ def train_one_way(arguments: Sequence[str]) -> None:
         peak, seconds = measure_steps(host, lambda: partial(process.step, whole), chosen.iterations + 1)
         gradients = process.gradients
     else:
-        keep_memory_tight(True, _KEPT_BYTES)
+        keep_memory_tight(True, KEPT_BYTES)
         trainings, step = make_ranks_in_turn(recipe, chosen.folder)
         try:
             with limit_memory(trainings[0].device, chosen.memory_mb * _MIB):

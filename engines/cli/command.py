@@ -32,7 +32,7 @@ _COMMANDS = {
     "predict": "mpi4dl_nb.engines.cli.predict_command:predict",
     "verify": f"{__name__}:run_verify",
     "bench step": "mpi4dl_nb.engines.bench.step:run_bench_step",
-    "bench memory": "mpi4dl_nb.engines.bench.measure:run_bench_memory",
+    "bench memory": "mpi4dl_nb.engines.bench.memory:run_bench_memory",
     "bench halo": "mpi4dl_nb.engines.bench.halo:run_bench_halo",
     "bench bubble": "mpi4dl_nb.engines.bench.bubble:run_bench_bubble",
     "bench overhead": "mpi4dl_nb.engines.bench.step:run_bench_overhead",

@@ -141,8 +141,8 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
     ),
     BenchmarkStudy(
         "Memory",
-        "Peak bytes of a training step beyond what a process had before, of the fullest of 4 ranks with a quarter of "
-        "the image each, and of one process with all of it; 0.25 would be an even share.",
+        "Peak bytes of a training step beyond what a process has after a first one, of the fullest of 4 ranks with a "
+        "quarter of the image each, and of one process with all of it; 0.25 would be an even share.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
         tuple(
             _make_case(f"{px:,} px", 4, f"bench memory {_CHAIN} --image-size {px} {_QUARTERS}", px)
@@ -155,23 +155,37 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
     ),
     BenchmarkStudy(
         "Memory of volumes",
-        "The same for a 3-D U-Net, whose volume is cut along two axes, and once with the activations in a file.",
+        "The same for a 3-D U-Net, whose volume is cut along two axes.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
         tuple(
             _make_case(
                 name,
                 4,
-                f"bench memory {_VOLUMES} --image-size {px}x{px}x{px} --split-size 1 --slice-method 2x2x1 {more}",
+                f"bench memory {_VOLUMES} --image-size {px}x{px}x{px} --split-size 1 --slice-method 2x2x1",
+                px,
             )
-            for name, px, more in (
-                ("64 voxels a side", 64, ""),
-                ("96 voxels a side", 96, ""),
-                ("128 voxels a side", 128, ""),
-                ("128 voxels a side, in a file", 128, "--offload-activations"),
-            )
+            for name, px in (("64 voxels a side", 64), ("96 voxels a side", 96), ("128 voxels a side", 128))
         ),
         ratio="share",
         more_is_better=False,
+        grows="voxels a side",
+        drawn=("peak_bytes", "one_process_peak_bytes"),
+    ),
+    BenchmarkStudy(
+        "Ranks within a bound",
+        "The same U-Net on 4 ranks with activations in a file, each within a bound of memory that the kernel enforces: "
+        "how many times the bound one process needs.",
+        {"memory_bytes": "bound of each rank", "one_process_peak_bytes": "one process", "needs": "needs"},
+        tuple(
+            _make_case(
+                f"{px} voxels a side",
+                4,
+                f"bench memory {_VOLUMES} --image-size {px}x{px}x{px} --split-size 1 --slice-method 2x2x1 "
+                f"--offload-activations --memory-mb {memory_mb}",
+            )
+            for px, memory_mb in ((64, 40), (128, 300))
+        ),
+        ratio="needs",
     ),
     BenchmarkStudy(
         "Memory of attention",
