@@ -34,6 +34,10 @@ def find_mpiexec() -> str:
     return mpiexec
 
 
+# Page faults are most of the cost of a new tensor: a rank keeps freed memory, unless the user's variables set glibc.
+_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
+
+
 def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
     """Return the variables that Open MPI and torch read at their start. `home` is MPI's: the cluster's own folder.
 
@@ -48,9 +52,7 @@ def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
         "GOMP_SPINCOUNT": "100000",
         "KMP_BLOCKTIME": "1",
         "OMP_NUM_THREADS": str(compute_threads_per_rank(n)),
-        # Page faults are most of the cost of a new tensor: keep freed memory in the process.
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": "100000000000",
+        **({} if any(name.startswith("MALLOC_") for name in os.environ) else _KEPT),
         **dict.fromkeys(as_root, "1"),
         **make_home_variables(home),
     }

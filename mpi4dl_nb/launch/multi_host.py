@@ -100,7 +100,7 @@ def is_local_address(address: str) -> bool:
 
 # Variables of this process that ranks on other hosts get. MPI forwards its own settings itself.
 _FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
-_FAMILIES = ("MPI4DL_NB_", "MPI4PY_", "NCCL_", "PYTORCH_", "TORCH_", "THP_")
+_FAMILIES = ("MALLOC_", "MPI4DL_NB_", "MPI4PY_", "NCCL_", "PYTORCH_", "TORCH_", "THP_")
 # An unreachable MPI daemon is noticed after 6 + 3 s: later than SILENT_S, so that our error names its host first.
 _ALIVE = {"oob_tcp_keepalive_time": 6, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 

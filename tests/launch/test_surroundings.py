@@ -250,6 +250,14 @@ def test_copies_of_the_notebook_leave_its_ranks_alone():
     assert done.stdout.endswith("all done\n"), done.stderr
 
 
+def test_the_user_may_say_what_ranks_keep_of_freed_memory(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    assert make_mpi_environment(4)["MALLOC_MMAP_MAX_"] == "0"
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4194304")
+    assert not any(name.startswith("MALLOC_") for name in make_mpi_environment(4))
+
+
 def test_more_ranks_than_cores_start_under_each_open_mpi():
     """Open MPI 5 reads the first variable, and older ones the second: they would find no slot for the last ranks."""
     environment = make_mpi_environment(4)
