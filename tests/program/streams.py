@@ -7,6 +7,7 @@ Kernels run on the processor, at once. Each is written down with its stream and 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,10 +80,10 @@ class Bytes:
         _select_times(mine, tensor)[...] = stream.seen[stream.name]
 
     def check_free(self, stream: Stream) -> None:
-        """A caching allocator gives memory to others in the stream of its pool, unless it was told of more streams."""
+        """A caching allocator gives memory to others in `stream`, that of its pool, unless it was told of others."""
         used = [(name, times.max(initial=0)) for kind in self.times.values() for name, times in kind.items()]
         for name, last in used:
-            if self.pool is stream and name not in (stream.name, *self.recorded) and last > stream.seen[name]:
+            if name not in (stream.name, *self.recorded) and last > stream.seen[name]:
                 raise RaceError(f"memory is used again in {stream.name}, which has not waited for {name}")
 
 
@@ -102,6 +103,7 @@ class Rank(TorchDispatchMode):
         self.beside = Stream("leaving"), Stream("arriving")
         self.current, self.off = self.computing, False
         self.bytes: dict[int, Bytes] = {}
+        self.freed: list[Bytes] = []
         self.on_host: dict[int, Tensor] = {}  # held, so that no other tensor gets its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,10 +129,20 @@ class Rank(TorchDispatchMode):
             self.host.join(self.current.seen)
 
     def _record_allocation(self, tensor: Tensor) -> None:
+        """Check all freed memory that is large enough: which of it the allocator chooses is chance."""
         self.current.join(self.host.seen)
-        if there := self.bytes.get(get_address(tensor)):
-            there.check_free(self.current)
-        self.bytes[get_address(tensor)] = Bytes(tensor.untyped_storage().nbytes(), self.current)
+        storage = tensor.untyped_storage()
+        for block in list(self.freed):
+            if block.pool is self.current and block.count >= storage.nbytes():
+                block.check_free(self.current)
+                self.freed.remove(block)  # what this stream has waited for once, it need not wait for again
+        block = self.bytes[storage.data_ptr()] = Bytes(storage.nbytes(), self.current)
+        weakref.finalize(storage, self._free, storage.data_ptr(), block).atexit = False
+
+    def _free(self, address: int, block: Bytes) -> None:
+        self.freed.append(block)
+        if self.bytes.get(address) is block:
+            del self.bytes[address]
 
     def use(self, what: str, read: Sequence[Tensor], written: Sequence[Tensor], in_stream: bool = False) -> None:
         where = {self.is_host(tensor) for tensor in (*read, *written)}
