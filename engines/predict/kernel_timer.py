@@ -52,7 +52,7 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
-    """A convolution over `images` images of `side_px` pixels along a side; `groups` and `bias` as in PyTorch."""
+    """A convolution over `images` images of `side_px` pixels along each of `axes`; `groups`, `bias` as in PyTorch."""
 
     read: int
     made: int
@@ -61,11 +61,21 @@ class ConvolutionSpec:
     groups: int = 1
     images: int = 1
     bias: bool = False
+    axes: int = 2
 
     @property
     def operations(self) -> int:
         """The multiplications and additions of a forward pass."""
-        return 2 * self.images * self.side_px**2 * self.made * self.read // self.groups * self.kernel_px**2
+        reads = (self.side_px * self.kernel_px) ** self.axes
+        return 2 * self.images * self.made * self.read // self.groups * reads
+
+    def make_call(self) -> KernelCall:
+        """Return the call, with tensors of its own."""
+        x = _make_values(self.images, self.read, *[self.side_px] * self.axes)
+        weight = _make_values(self.made, self.read // self.groups, *[self.kernel_px] * self.axes)
+        bias = torch.zeros(self.made, requires_grad=True) if self.bias else None
+        stride, pad = [1] * self.axes, [self.kernel_px // 2] * self.axes
+        return f"aten.conv{self.axes}d.default", (x, weight, bias, stride, pad, stride, self.groups)
 
 
 _THREE_BY_THREE = {
@@ -77,6 +87,13 @@ _THREE_BY_THREE = {
     512: ((2, 4), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4), (14, 1), (16, 4)),
 }  # (pixels along a side, images) by width
 
+_VOLUMES = {
+    8: ((32, 1), (48, 1), (16, 4), (32, 4)),
+    16: ((12, 1), (24, 1), (12, 4), (24, 4)),
+    32: ((6, 1), (12, 1), (6, 4), (12, 4)),
+    64: ((6, 1), (6, 4)),
+}  # (voxels along a side, volumes) by width
+
 _CONVOLUTIONS = (
     *(ConvolutionSpec(3, 16, 3, 128, images=n) for n in (1, 4)),
     *(ConvolutionSpec(3, 64, 7, px, images=n) for px, n in ((64, 1), (64, 4), (160, 1), (128, 4))),
@@ -87,11 +104,14 @@ _CONVOLUTIONS = (
     *(ConvolutionSpec(read, made, 1, 14) for read, made in ((512, 128), (128, 512))),
     *(ConvolutionSpec(width, width, 3, px, groups=width) for width, px in ((32, 64), (256, 16))),
     *(ConvolutionSpec(read, made, 1, px, bias=True) for read, made, px in ((16, 3, 64), (16, 3, 256), (64, 4, 64))),
+    *(ConvolutionSpec(width, width, 3, px, images=n, axes=3) for width, sizes in _VOLUMES.items() for px, n in sizes),
+    *(ConvolutionSpec(read, 8, 3, 32, images=n, axes=3) for read in (1, 24) for n in (1, 4)),
+    *(ConvolutionSpec(8, 3, 1, 32, images=n, axes=3) for n in (1, 4)),
 )
 """Convolutions from the first to the last layers of networks, in tiles and whole, of one and of several images.
 
 PyTorch uses another algorithm for a small single image, which can be three times as fast, and splits several images
-over cores more evenly. The last entries have a bias, which makes forward up to twice as slow."""
+over cores more evenly. A bias makes forward of a 1x1 kernel up to twice as slow. The last entries are of volumes."""
 
 
 _ATTENTIONS = tuple((channels, *tokens) for channels in (8, 16, 32, 64) for tokens in ((256, 1024), (2048, 2048)))
@@ -106,13 +126,7 @@ def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) ->
     Convolutions of several images are included only up to `most_operations`.
     """
     calls = [call for size in sizes for call in _make_size_calls(size)]
-    for spec in _CONVOLUTIONS:
-        if spec.images == 1 or spec.operations <= most_operations:
-            x = _make_values(spec.images, spec.read, spec.side_px, spec.side_px)
-            weight = _make_values(spec.made, spec.read // spec.groups, spec.kernel_px, spec.kernel_px)
-            bias = torch.zeros(spec.made, requires_grad=True) if spec.bias else None
-            pad = spec.kernel_px // 2
-            calls.append(("aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], spec.groups)))
+    calls += [spec.make_call() for spec in _CONVOLUTIONS if spec.images == 1 or spec.operations <= most_operations]
     # By PyTorch's kernel, and in chunks of scores: in an order, and with dropout.
     calls += [("aten.scaled_dot_product_attention.default", _make_attention(*size)) for size in _ATTENTIONS]
     rules = [(size, ScoreRule(1.0, causal=True)) for size in _ATTENTIONS]

@@ -93,6 +93,7 @@ class RankTally:
 
 _BEGINNINGS = {
     "convolution": "conv",
+    "volume": "conv3d",
     "transposed": "conv_transpose",
     "product": "linear matmul mm addmm bmm",
     "attention": "scaled_dot_product_attention",
@@ -113,15 +114,16 @@ _BEGINNINGS = {
 """The beginnings of the names of the kernels of each class."""
 
 CLASSES = tuple(_BEGINNINGS)
-"""Convolutions (plain and transposed), matrix products and attention are bound by arithmetic, the others by memory, or
-by a processor's exponentials. `scores` are attention without PyTorch's kernel, at half of its speed, and `dropped` the
-same with dropout. Random numbers by position (`drawn`) take a processor twenty operations each. A `norm` receives its
-`moments`, a `whole_norm` computes them. A `slope` has a weight whose gradient is summed over all pixels: on a CPU, its
-backward takes twenty times as long as that of a ReLU. A `pad` may also crop, and a `loss` of labels is several
-kernels."""
+"""Convolutions (plain, of a `volume`, and transposed), matrix products and attention are bound by arithmetic, the
+others by memory, or by a processor's exponentials. Convolutions of volumes take two to six times as long as others with
+as much arithmetic. `scores` are attention without PyTorch's kernel, at half of its speed, and `dropped` the same with
+dropout. Random numbers by position (`drawn`) take a processor twenty operations each. A `norm` receives its `moments`,
+a `whole_norm` computes them. A `slope` has a weight whose gradient is summed over all pixels: on a CPU, its backward
+takes twenty times as long as that of a ReLU. A `pad` may also crop, and a `loss` of labels is several kernels."""
 
 ATTENTION = ("attention", "scores", "dropped")
-BY_ARITHMETIC = ("convolution", "transposed", "product", *ATTENTION)
+CONVOLUTIONS = ("convolution", "volume", "transposed")
+BY_ARITHMETIC = (*CONVOLUTIONS, "product", *ATTENTION)
 
 # The longest first, so that `conv_transpose` is not taken for a `conv`, or `expand` for an `exp`.
 _CLASS_OF = [(start, kind) for kind, starts in _BEGINNINGS.items() for start in starts.split()]
@@ -163,6 +165,6 @@ def get_product_shape(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int
     kind = classify_kernel(kernel)
     if kind in ATTENTION:
         return shapes[1][-1], min(_BLOCK, shapes[0][-2]), min(_BLOCK, shapes[1][-2])
-    if kind not in ("convolution", "transposed") or len(shapes) < 2:
+    if kind not in CONVOLUTIONS or len(shapes) < 2:
         return ()
     return math.prod(shapes[1][1:]), shapes[1][0], shapes[0][0]
