@@ -229,8 +229,8 @@ def convolve_transposed(
     convolve = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[count - 1]
     full = convolve(x, weight, None, stride, padding, output_padding, groups, dilation)
     cut = pad_pixels(full, margins, 0.0, tuple(range(-len(margins), 0)))
-    # The bias comes last: outputs that no input writes to have it, too.
-    return cut if bias is None else cut + bias.view(-1, *(1,) * count)
+    # The bias comes last: outputs that no input writes to have it, too. `cut` is new, and nothing has saved it.
+    return cut if bias is None else cut.add_(bias.view(-1, *(1,) * count))
 
 
 @register_kernel("tile.cut")

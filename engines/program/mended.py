@@ -153,9 +153,10 @@ class _DepthSum(torch.autograd.Function):
 
 
 def _runs_onednn(x: Tensor) -> bool:
-    """Return whether convolutions of `x` can run in oneDNN."""
+    """Return whether convolutions of `x` can run in oneDNN. A forecast has tensors on the meta device."""
     return (
-        (x.device.type, x.dtype) == ("cpu", torch.float32)
+        x.device.type in ("cpu", "meta")
+        and x.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)  # a property that PyTorch declares by its descriptor
     )
