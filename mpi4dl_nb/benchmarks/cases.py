@@ -219,7 +219,7 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
             _make_case(
                 "3-D U-Net, 96 voxels a side",
                 1,
-                "bench streaming --memory-mb 128 --iterations 3 --image-size 96x96x96 --split-size 1 "
+                "bench streaming --memory-mb 450 --iterations 3 --image-size 96x96x96 --split-size 1 "
                 f"--slice-method 8x1x1 {_VOLUMES}",
             ),
             _make_case(
