@@ -27,20 +27,26 @@ _parser = partial(
 
 
 def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench memory`."""
+    chosen = _parser().parse_args(arguments)
+    _, recipe = options.make_recipe(chosen, world.size, world)
+    return bench_memory(world, recipe, arguments, chosen.seed, chosen.memory_mb and chosen.memory_mb << 20)
+
+
+def bench_memory(
+    world: World, recipe: Recipe, arguments: Sequence[str], seed: int, limit_bytes: int | None = None
+) -> dict[str, object]:
     """Return bytes beyond the memory before the steps: `peak_bytes` of each rank, in rank order, and of one process.
 
     What a process keeps of any training does not count, such as the code of kernels: one step runs before. Large blocks
     return to the system when they are freed (see `keep_memory_tight`), on the ranks as in one process.
 
     `share` is the largest peak of a rank relative to that of one process; `even_share` that of a rank that holds one
-    tile's part of everything. With `--memory-mb`, ranks train within that limit: `needs` says how many times as much
-    one process takes. Raises RankError if it is too little.
+    tile's part of everything. With a limit, ranks train within it: `needs` says how many times as much one process
+    takes. Raises RankError if it is too little.
     """
-    chosen = _parser().parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    limit_bytes = chosen.memory_mb and chosen.memory_mb << 20
     keep_memory_tight(True, KEPT_BYTES)
-    peaks = world.all_gather(_measure_rank(world, recipe, chosen.seed, limit_bytes))
+    peaks = world.all_gather(_measure_rank(world, recipe, seed, limit_bytes))
     keep_memory_tight(False)
     trim_memory()  # make room for the one process with the whole image
     world.barrier()

@@ -171,7 +171,7 @@ _BENCHMARKS = {  # by the file that has them
     "bubble": ("bubble",),
     "communication": ("allreduce", "overlap"),
     "halo": ("halo",),
-    "measure": ("memory",),
+    "memory": ("memory",),
     "step": ("step", "compiled", "overhead", "throughput"),
 }
 
