@@ -47,7 +47,9 @@ def list_studies_by_command() -> dict[str, BenchmarkStudy]:
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_plan_of_a_case_is_for_its_ranks(case: BenchmarkCase):
-    chosen = options.make_parser("", iterations=5).parse_args(case.arguments[2:])
+    flags = options.make_parser("", iterations=5)
+    flags.add_argument("--memory-mb")  # of `bench memory`
+    chosen = flags.parse_args(case.arguments[2:])
     assert options.make_plan(chosen).ranks == case.ranks
     numbers = {part for argument in case.arguments for part in argument.split("x")}
     assert case.at is None or str(case.at) in {*numbers, str(case.ranks)}
