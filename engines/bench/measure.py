@@ -20,11 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpi4dl_nb.engines.comm.device import (
-    has_own_memory,
-    measure_device_peak,
-    read_process_bytes,
-)
+from mpi4dl_nb.engines.comm.device import has_own_memory, measure_device_peak, read_process_bytes
 from mpi4dl_nb.engines.comm.streams import measure_seconds, wait_for_device
 from mpi4dl_nb.engines.comm.supervisor import end_with_parent
 from mpi4dl_nb.engines.comm.world import World

@@ -21,14 +21,14 @@ from mpi4dl_nb.engines.train.recipe import Recipe
 from mpi4dl_nb.engines.train.training import RankTraining
 from mpi4dl_nb.engines.train.verify import make_batches
 
-_parser = partial(
+_make_parser = partial(
     make_limit_parser, "Measure the peak memory of a training step on each rank, and in one process.", None
 )
 
 
 def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Run `bench memory`."""
-    chosen = _parser().parse_args(arguments)
+    chosen = _make_parser().parse_args(arguments)
     _, recipe = options.make_recipe(chosen, world.size, world)
     return bench_memory(world, recipe, arguments, chosen.seed, chosen.memory_mb and chosen.memory_mb << 20)
 
@@ -45,9 +45,7 @@ def bench_memory(
     tile's part of everything. With a limit, ranks train within it: `needs` says how many times as much one process
     takes. Raises RankError if it is too little.
     """
-    keep_memory_tight(True, KEPT_BYTES)
     peaks = world.all_gather(_measure_rank(world, recipe, seed, limit_bytes))
-    keep_memory_tight(False)
     trim_memory()  # make room for the one process with the whole image
     world.barrier()
     measure = partial(run_in_subprocess, "mpi4dl_nb.engines.bench.memory:measure_one_process", arguments)
@@ -84,8 +82,7 @@ def _measure_rank(world: World, recipe: Recipe, seed: int, limit_bytes: int | No
 
 def measure_one_process(arguments: Sequence[str]) -> None:
     """Measure one process with the plain model; print its peak in bytes as JSON."""
-    chosen = _parser().parse_args(list(arguments))
-    keep_memory_tight(True, KEPT_BYTES)
+    chosen = _make_parser().parse_args(list(arguments))
     model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
     batch = make_batches(recipe, chosen.seed, steps=1)[0]
     device = choose_device(recipe.device, rank=0)
@@ -99,7 +96,11 @@ def measure_one_process(arguments: Sequence[str]) -> None:
 def _measure_peak(
     device: torch.device, begin: Callable[[], Callable[[], object]], limit_bytes: int | None = None
 ) -> int:
-    begin()()
-    trim_memory()
-    with limit_memory(device, limit_bytes) if limit_bytes else nullcontext():
-        return measure_steps(device, begin, STEPS)[0]
+    keep_memory_tight(True, KEPT_BYTES)
+    try:
+        begin()()
+        trim_memory()
+        with limit_memory(device, limit_bytes) if limit_bytes else nullcontext():
+            return measure_steps(device, begin, STEPS)[0]
+    finally:
+        keep_memory_tight(False)

@@ -63,48 +63,48 @@ def _convolve_volumes(
         reads = weight[0].numel() * x[0, 0].numel() // math.prod(stride)
         # PyTorch decides by the sizes of the first four of five axes, as if it were an image.
         refused = len(x) == 1 and math.prod(x.shape[:4]) <= _SMALL and 1 < min(weight.shape[3:]) <= 3
-        depth = _Depth(x.shape[2], weight.shape[2], stride[0], padding[0], dilation[0])
-        full = depth.find_full_plane()
+        planes = _KernelPlanes(x.shape[2], weight.shape[2], stride[0], padding[0], dilation[0])
+        full = planes.find_full_plane()
         if refused and reads > _FEW_READS and full is not None:
-            return _DepthSum.apply(x, weight, bias, depth, full, (stride[1:], padding[1:], dilation[1:]))
+            return _PlaneSum.apply(x, weight, bias, planes, full, (stride[1:], padding[1:], dilation[1:]))
     return torch.ops.aten.conv3d.default(x, weight, bias, stride, padding, dilation, groups)
 
 
 @dataclass(frozen=True, slots=True)
-class _Depth:
+class _KernelPlanes:
     """How the planes of a 3-D kernel move along the depth of one volume: plane k reads slice d * step + k * gap - pad.
 
     slices    [0 1 2 3]        kernel of three planes, step and gap 1, pad 1
-    plane 0    0 1 2 .         makes 1 2 3
-    plane 1    0 1 2 3         makes 0 1 2 3
-    plane 2    . 1 2 3         makes 0 1 2
+    plane 0    0 1 2 .         adds to 1 2 3
+    plane 1    0 1 2 3         adds to 0 1 2 3
+    plane 2    . 1 2 3         adds to 0 1 2
     """
 
     slices: int
-    planes: int
+    count: int
     step: int
     pad: int
     gap: int
 
     @property
-    def made(self) -> int:
+    def outputs(self) -> int:
         """The number of slices that the convolution makes."""
-        return (self.slices + 2 * self.pad - self.gap * (self.planes - 1) - 1) // self.step + 1
+        return (self.slices + 2 * self.pad - self.gap * (self.count - 1) - 1) // self.step + 1
 
     def cut(self, plane: int) -> tuple[slice, slice]:
         """Return the slices that a plane reads, and those to which it adds."""
         offset = plane * self.gap - self.pad
         start = max(0, -(offset // self.step))
-        stop = max(start, min(self.made, (self.slices - 1 - offset) // self.step + 1))
+        stop = max(start, min(self.outputs, (self.slices - 1 - offset) // self.step + 1))
         first, last = start * self.step + offset, max(0, stop - 1) * self.step + offset
         return slice(first, last + 1, self.step), slice(start, stop)
 
     def find_full_plane(self) -> int | None:
         """Return the plane that adds to all slices, if there is one."""
-        return next((plane for plane in range(self.planes) if self.cut(plane)[1] == slice(0, self.made)), None)
+        return next((plane for plane in range(self.count) if self.cut(plane)[1] == slice(0, self.outputs)), None)
 
 
-class _DepthSum(torch.autograd.Function):
+class _PlaneSum(torch.autograd.Function):
     """Convolves one volume (1, C, D, H, W) as a batch of images, once for each plane of the kernel, and adds them up.
 
     Backward keeps what the convolution of the volume would: its input and its weight.
@@ -116,18 +116,19 @@ class _DepthSum(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        depth: _Depth,
+        planes: _KernelPlanes,
         full: int,
         settings: tuple[Sequence[int], ...],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.depth, ctx.full, ctx.settings = depth, full, settings
+        ctx.planes, ctx.full, ctx.settings = planes, full, settings
         slices = x[0].transpose(0, 1)
-        total = torch.ops.aten.conv2d.default(slices[depth.cut(full)[0]], weight[:, :, full], bias, *settings)
-        for plane in range(depth.planes):
-            read, made = depth.cut(plane)
+        # The first plane makes all slices, so that the others can add to them in place: at most two results in memory.
+        total = torch.ops.aten.conv2d.default(slices[planes.cut(full)[0]], weight[:, :, full], bias, *settings)
+        for plane in range(planes.count):
+            read, added = planes.cut(plane)
             if plane != full:
-                total[made].add_(torch.ops.aten.conv2d.default(slices[read], weight[:, :, plane], None, *settings))
+                total[added].add_(torch.ops.aten.conv2d.default(slices[read], weight[:, :, plane], None, *settings))
         return total.transpose(0, 1)[None]
 
     @staticmethod
@@ -135,20 +136,20 @@ class _DepthSum(torch.autograd.Function):
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         slices, grads = x[0].transpose(0, 1), grad[0].transpose(0, 1)
         grad_x = torch.zeros_like(slices) if needs[0] else None
-        grad_bias, of_planes = None, []
-        for plane in range(ctx.depth.planes):
-            read, made = ctx.depth.cut(plane)
+        grad_bias, plane_grads = None, []
+        for plane in range(ctx.planes.count):
+            read, added = ctx.planes.cut(plane)
             has_bias = plane == ctx.full and needs[2]
-            part, of_plane, of_bias = torch.ops.aten.convolution_backward(
-                *(grads[made], slices[read], weight[:, :, plane], [len(weight)] if has_bias else None, *ctx.settings),
+            part, plane_grad, bias_grad = torch.ops.aten.convolution_backward(
+                *(grads[added], slices[read], weight[:, :, plane], [len(weight)] if has_bias else None, *ctx.settings),
                 *(False, [0, 0], 1, [needs[0], needs[1], has_bias]),
             )
-            of_planes.append(of_plane)
+            plane_grads.append(plane_grad)
             if has_bias:
-                grad_bias = of_bias
+                grad_bias = bias_grad
             if grad_x is not None:
                 grad_x[read].add_(part)
-        grad_weight = torch.stack(of_planes, 2) if needs[1] else None
+        grad_weight = torch.stack(plane_grads, 2) if needs[1] else None
         return None if grad_x is None else grad_x.transpose(0, 1)[None], grad_weight, grad_bias, None, None, None
 
 

@@ -34,7 +34,8 @@ def find_mpiexec() -> str:
     return mpiexec
 
 
-# Page faults are most of the cost of a new tensor: a rank keeps freed memory, unless the user's variables set glibc.
+# Page faults are most of the cost of a new tensor: a rank keeps freed memory, unless the user's own variables say when
+# glibc returns it. Others, such as `MALLOC_ARENA_MAX`, say nothing of that.
 _KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 
 
@@ -52,7 +53,7 @@ def make_mpi_environment(n: int, home: str = os.devnull) -> dict[str, str]:
         "GOMP_SPINCOUNT": "100000",
         "KMP_BLOCKTIME": "1",
         "OMP_NUM_THREADS": str(compute_threads_per_rank(n)),
-        **({} if any(name.startswith("MALLOC_") for name in os.environ) else _KEPT),
+        **({} if os.environ.keys() & {*_KEPT, "MALLOC_MMAP_THRESHOLD_"} else _KEPT),
         **dict.fromkeys(as_root, "1"),
         **make_home_variables(home),
     }

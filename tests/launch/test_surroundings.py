@@ -254,6 +254,8 @@ def test_the_user_may_say_what_ranks_keep_of_freed_memory(monkeypatch: pytest.Mo
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     assert make_mpi_environment(4)["MALLOC_MMAP_MAX_"] == "0"
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert make_mpi_environment(4)["MALLOC_MMAP_MAX_"] == "0"
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4194304")
     assert not any(name.startswith("MALLOC_") for name in make_mpi_environment(4))
 

@@ -18,6 +18,29 @@ def make_image(*shape: int) -> LocalTensor:
 
 
 X = make_image(2, 4, 8, 8)
+CONV3D = [1, 1, 1], [1, 1, 1], [1, 1, 1], 1
+UPSAMPLE = [2] * 3, [0] * 3, [0] * 3, 1, [1] * 3, ((0, 0),) * 3
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize(
+    ("kernel", "weight", "settings"),
+    [("aten.conv3d.default", (8, 8, 3, 3, 3), CONV3D), ("tile.conv_transpose", (8, 8, 2, 2, 2), UPSAMPLE)],
+)
+def test_convolutions_of_volumes_take_what_is_told(kernel: str, weight: tuple[int, ...], settings, images: int):
+    """Held against the live tensors of the real kernel: what forward leaves, and what backward takes for a while."""
+    x = torch.randn(images, 8, 24, 24, 24).contiguous(memory_format=torch.channels_last_3d)
+    read = [tensor.requires_grad_() for tensor in (x, torch.randn(weight), torch.randn(8))]
+    effect = infer_effect(kernel, [*map(LocalTensor.describe, read), *settings], {})
+    with LiveBytes() as forward:
+        result = kernels.get_kernel(kernel)(*read, *settings)
+    assert forward.now == effect.made[0].bytes + effect.saves_bytes == result.nbytes
+    # A sum over the planes of a kernel has one more result for a while; a bias is added in place.
+    assert forward.peak <= (2 if (kernel, images) == ("aten.conv3d.default", 1) else 1) * result.nbytes
+    upstream = torch.ones_like(result)
+    with LiveBytes() as backward:
+        grads = torch.autograd.grad(result, read, upstream)
+    assert backward.peak - sum(grad.nbytes for grad in grads) == pytest.approx(effect.back_bytes, abs=1 << 14)
 
 
 def test_a_convolution_keeps_what_it_reads():

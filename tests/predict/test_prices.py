@@ -136,6 +136,7 @@ def test_threads_share_a_kernel_and_wait_for_each_other():
         "tile.conv_transpose": "transposed", "aten.conv2d.default": "convolution", "tile.pad": "pad",
         "aten.constant_pad_nd.default": "pad", "aten.expand.default": "copy", "aten.exp.default": "transcendental",
         "aten.logical_and.default": "pointwise", "aten.log_softmax.int": "transcendental",
+        "aten.conv3d.default": "volume",
         "tile.cross_entropy_sums": "loss", "aten.hardswish.default": "pointwise", "tile.dropout": "drawn",
     }.items(),
 )  # fmt: skip
