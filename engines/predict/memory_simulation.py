@@ -267,7 +267,7 @@ class _MicroBatchMemory(LiveValues[Block]):
     def _hold_recomputed(self, item: Instruction, segment: SegmentTally) -> None:
         """Hold the recomputed graph of a segment, from INPUTS to WEIGHTS.
 
-        The outputs are new memory, and nothing is offloaded. The leaves of the first outputs are no longer needed.
+        What the graph has saved of outputs is new memory, and nothing is offloaded.
         """
         read = [key for key in segment.keeps if key not in segment.fresh]
         recomputed = {(self.number, key._replace(is_recomputed=True)): size for key, size in segment.fresh.items()}
@@ -276,8 +276,6 @@ class _MicroBatchMemory(LiveValues[Block]):
             self._hold_key(key)
         for block, size in recomputed.items():
             self.ledger.hold(block, {"activations": size})
-        for name in item.get_effects(Phase.FORWARD).makes:
-            self.release_leaf(name)
 
     def _compute_back(self, item: Instruction, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
@@ -288,17 +286,25 @@ class _MicroBatchMemory(LiveValues[Block]):
         recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(way.reads) if recomputes else 0
         # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
-        self.ledger.add_transient(passing=recomputed + back + segment.back_inside)
         self.ledger.add_transient(passing=segment.inside if recomputes else 0)
+        # Backward needs the graphs of the outputs, and no outputs that these have not saved.
+        for name in way.makes:
+            self.release_leaf(name)
+        keeps_graph = phase is Phase.INPUTS and segment.late
+        inside = segment.back_inside_with_graph if keeps_graph else segment.back_inside
+        self.ledger.add_transient(passing=recomputed + back + inside)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():
                 self._hold_gradient(name, size)
-        # The gradients of weights follow in the WEIGHTS phase: the graph and the output leaves must live until then.
-        if phase is Phase.INPUTS and segment.late:
+        # The gradients of weights follow in the WEIGHTS phase, which reads the graph and its outputs' gradients.
+        if keeps_graph:
             if recomputes:
                 self._hold_recomputed(item, segment)
-            return
-        for name in way.makes:
+        else:
+            self._end_backward(item, segment)
+
+    def _end_backward(self, item: Instruction, segment: SegmentTally) -> None:
+        for name in item.get_effects(Phase.FORWARD).makes:
             self._release_leaf(name)
         for block in self.graphs.pop(item.name, ()):
             self.ledger.release(block)

@@ -99,7 +99,9 @@ class _SegmentCounter:
             local, key = self.scope[name], self.keys[part]
             self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
             self.way.add_value(name, local, key)  # type: ignore[arg-type]
-        back, gradients = self._count_backward([call for call in calls if call.leads_back])
+        graph = [call for call in calls if call.leads_back]
+        back, gradients = self._count_backward(graph)
+        back_with_graph, _ = self._count_backward(graph, keeps_graph=True)
         trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
         grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
         matrices = [name for name in trains if len(self.way.graph.weights[name].shape) > 1]
@@ -112,15 +114,14 @@ class _SegmentCounter:
             elif name in gradients.passed:
                 moves.append(2 * size)
         moves += [2 * trains[name] for name in matrices]  # copied to the weight's layout, or added
-        kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._get_output_keys()}
+        kept = {key: size for key, size in self.fresh.items() if key in keeps}
         ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals, call.op.arguments) for call in calls)
-        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), tuple(moves))
+        return SegmentTally(
+            ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), tuple(moves), back_with_graph
+        )
 
     def _enter(self, name: str, local: LocalTensor, key: Block) -> None:
         self.scope[name], self.names[name], self.keys[name] = local, (name,), key
-
-    def _get_output_keys(self) -> set[Block]:
-        return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
 
     def _count_forward(self, op: LocalOp, inside: MemoryTracker) -> Iterator[_SegmentCall]:
         # Not a kernel, but Python's choice of one of the results of a kernel: another name for the same memory.
@@ -188,12 +189,12 @@ class _SegmentCounter:
         keys |= {Block(call.op.out, "saved")} if call.effect.saves_bytes else set()
         return sorted(key for key in keys if key.role != "weight")
 
-    def _count_backward(self, calls: Sequence[_SegmentCall]) -> tuple[int, GradientTracker]:
+    def _count_backward(self, calls: Sequence[_SegmentCall], keeps_graph: bool = False) -> tuple[int, GradientTracker]:
         """Return the peak bytes of backward beyond the memory at its start, and the gradients that remain."""
         ledger = MemoryTracker()
-        for key in (*self._get_output_keys(), *(key for call in calls for key in self._get_saved_keys(call))):
+        for key in (key for call in calls for key in self._get_saved_keys(call)):
             ledger.hold(key, {"kept": self.fresh.get(key, 0)})
-        # At the start of backward the outputs and the saved tensors are held; only memory beyond these counts.
+        # At the start of backward the saved tensors are held; only memory beyond these counts.
         start = ledger.peak = ledger.total
         grads = GradientTracker(ledger, {part for name in self.segment.outputs for part in self.names[name]})
         # Autograd visits the calls in reverse, and each receives the finished gradients of its results. A call whose
@@ -209,9 +210,10 @@ class _SegmentCounter:
                 # A convolution or product needs a contiguous gradient: a part of a larger gradient is copied first.
                 copied = whole if call.is_arithmetic and call.makes[0] in grads.parts else 0
                 ledger.add_transient(back=call.effect.back_bytes + copied)
-                # Autograd frees as it goes: the gradients of the results, and what this call has saved.
+                # Autograd frees as it goes: the gradients of the results, and what this call has saved, unless the
+                # gradients of weights follow later.
                 grads.release(call.makes)
-                for key in self._get_saved_keys(call):
+                for key in self._get_saved_keys(call) if not keeps_graph else ():
                     ledger.release(key)
         grads.hold_passed()
         return ledger.peak - start, grads

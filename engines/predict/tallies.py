@@ -44,10 +44,11 @@ class SegmentTally:
     """The tally of one segment of a rank.
 
     Several values may share a block of memory. `keeps` are the blocks that autograd saves from
-    forward to backward, and `fresh` the bytes of those and of the outputs that the segment allocates. `inside` is the
-    peak of forward beyond the memory held before it, and `back_inside` the peak of backward likewise. `grads` are the
-    bytes of gradients by value, `trains` by weight, and `moves` the bytes that each addition or copy of a gradient
-    reads and writes. `late`: the gradients of the weights may be computed separately.
+    forward to backward, and `fresh` the bytes of those that the segment allocates. `inside` is the peak of forward
+    beyond the memory held before it, `back_inside` the peak of backward likewise, and `back_inside_with_graph` that of
+    a backward pass that frees nothing of the graph. `grads` are the bytes of gradients by value, `trains` by weight,
+    and `moves` the bytes that each addition or copy of a gradient reads and writes. `late`: the gradients of the
+    weights may be computed separately.
     """
 
     ops: tuple[OpTally, ...]
@@ -59,6 +60,7 @@ class SegmentTally:
     trains: Mapping[str, int]
     late: bool
     moves: tuple[int, ...] = ()
+    back_inside_with_graph: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ What depends on the instruction alone is computed once: the position of each mes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,8 @@ class ExchangeRunner:
     `arena` (or None) holds the messages in transit. Exchanges share it, as only one of them runs at a time. Without an
     arena, messages go directly from tensor to tensor where a region's pixels are contiguous in memory. No message
     starts before the GPU has computed its pixels and has read the previous content of its buffer. Windows and gradients
-    are always separate tensors, to which autograd may keep references.
+    are always separate tensors, to which autograd may keep references. `allocate` (as `torch.empty`) makes what other
+    ranks' pixels arrive in.
 
                   forward                            backward
       source --pack--> sent     = = = >     source.grad <--add-- sent     < = = =
@@ -72,12 +73,19 @@ class ExchangeRunner:
     """
 
     def __init__(
-        self, exchange: Exchange, world: World, device: torch.device, send_queue: SendQueue, arena: Tensor | None = None
+        self,
+        exchange: Exchange,
+        world: World,
+        device: torch.device,
+        send_queue: SendQueue,
+        arena: Tensor | None = None,
+        allocate: Callable[..., Tensor] = torch.empty,
     ) -> None:
         self.exchange, self.world, self.device, self.send_queue = exchange, world, device, send_queue
         self._forward_bytes = exchange.compute_bytes(exchange.sends)
         self._backward_bytes = exchange.compute_bytes(exchange.receives)
         self._tiles = [tile for _, tile in exchange.parts]
+        self._allocate = allocate
         self._layout = choose_memory_format(len(exchange.shape)) if exchange.is_image else torch.contiguous_format
         # The whole window: the pixels that stay on this rank are in its tile of the source, and in its window.
         #
@@ -174,7 +182,7 @@ class ExchangeRunner:
         # once: they can be received straight into uninitialised memory instead of being added to zeros.
         first: Tensor | None = None
         if source is not None and source.grad is None and self._sends_all_once:
-            first = source.grad = torch.empty_like(source)
+            first = source.grad = self._make_empty(source.shape)
         messages = self._get_message_set(first, grads)
         window_grad = None if self.exchange.strips else next(iter(grads), None)
         if window_grad is not None:
@@ -242,11 +250,14 @@ class ExchangeRunner:
 
     def _make_part(self, number: int) -> Tensor:
         """Allocate the window or a strip and write the fill where it extends beyond the image."""
-        shape, dtype = self.exchange.compute_shape(self._tiles[number]), getattr(torch, self.exchange.dtype)
-        part = torch.empty(shape, dtype=dtype, device=self.device, memory_format=self._layout)
+        part = self._make_empty(self.exchange.compute_shape(self._tiles[number]))
         for index in self._outside[number]:
             part[index].fill_(self.exchange.fill)
         return part
+
+    def _make_empty(self, shape: Sequence[int]) -> Tensor:
+        dtype = getattr(torch, self.exchange.dtype)
+        return self._allocate(shape, dtype=dtype, device=self.device, memory_format=self._layout)
 
 
 def _get_gradient(tensor: Tensor) -> Tensor:
@@ -257,13 +268,17 @@ def _get_gradient(tensor: Tensor) -> Tensor:
 
 
 def make_exchange_runners(
-    exchanges: Iterable[Exchange], world: World, device: torch.device, send_queue: SendQueue
+    exchanges: Iterable[Exchange],
+    world: World,
+    device: torch.device,
+    send_queue: SendQueue,
+    allocate: Callable[..., Tensor] = torch.empty,
 ) -> dict[str, ExchangeRunner]:
     """Make a runner for each exchange of a program, by key; persistent exchanges share one message arena."""
     by_key = {item.key: item for item in exchanges}
     largest = max((exchange.staging_bytes for exchange in by_key.values() if exchange.is_persistent), default=0)
-    arena = make_message_allocator(device, world)(largest)
+    arena = make_message_allocator(device, world, allocate)(largest)
     return {
-        key: ExchangeRunner(exchange, world, device, send_queue, arena if exchange.is_persistent else None)
+        key: ExchangeRunner(exchange, world, device, send_queue, arena if exchange.is_persistent else None, allocate)
         for key, exchange in by_key.items()
     }

@@ -74,13 +74,15 @@ def choose_message_device(device: torch.device, world: World) -> torch.device:
     return device if world.can_access(device) else torch.device("cpu")
 
 
-def make_message_allocator(device: torch.device, world: World) -> Callable[[int], Tensor]:
+def make_message_allocator(
+    device: torch.device, world: World, allocate: Callable[..., Tensor] = torch.empty
+) -> Callable[[int], Tensor]:
     """Return a function that allocates message memory, of a number of bytes, for tensors on `device`.
 
     Host memory for a GPU's messages is pinned, so that copies are asynchronous.
     """
     where = choose_message_device(device, world)
-    return partial(torch.empty, dtype=torch.uint8, device=where, pin_memory=has_own_memory(device) and where != device)
+    return partial(allocate, dtype=torch.uint8, device=where, pin_memory=has_own_memory(device) and where != device)
 
 
 def _make_message_set(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl_nb.engines.comm.all_reduce import all_reduce
 from mpi4dl_nb.engines.comm.world import World
@@ -52,13 +52,14 @@ class MicroBatchState(LiveValues[Tensor]):
     loss_gradient: float
     values: dict[str, Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
-    # By segment, from its forward to its backward pass: the outputs with their local graph.
+    # By segment, from its forward to its backward pass: where the local graph of each output begins, None without one.
+    # The output itself would hold memory: also that of which it is a view, wherever its own data are moved.
     #
-    #   forward    leaf x --[segment graph]--> made y ..detach..> leaf y --[next segment's graph]--> ...
-    #   backward   x.grad <--[segment graph]-- y.grad <---------- (read and released) <---- summed here by all readers
-    _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    # By segment, from INPUTS to WEIGHTS: its differentiable outputs, and their gradients.
-    _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    #   forward    leaf x --[segment graph]--> output y ..detach..> leaf y --[next segment's graph]--> ...
+    #   backward   x.grad <--[segment graph]-- y.grad <------------ (read and released) <---- summed here by all readers
+    _graphs: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
+    # By segment, from INPUTS to WEIGHTS: the graphs of its differentiable outputs, and their gradients.
+    _late: dict[str, tuple[list[GradientEdge], list[Tensor]]] = field(default_factory=dict)
     # By exchange, from where it begins to where it ends.
     _under_way: dict[str, StartedExchange] = field(default_factory=dict)
 
@@ -82,7 +83,7 @@ class MicroBatchState(LiveValues[Tensor]):
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors held by name, and their gradients; some may be views of others."""
-        for tensor in (*self.values.values(), *self.leaves.values(), *chain(*self._made.values())):
+        for tensor in (*self.values.values(), *self.leaves.values()):
             yield tensor
             if tensor.is_leaf and tensor.grad is not None:
                 yield tensor.grad
@@ -122,7 +123,7 @@ class MicroBatchState(LiveValues[Tensor]):
         for name, value in zip(segment.outputs, outputs, strict=True):
             self.keep(name, value, value.requires_grad)
         if segment.differentiable and self.runtime.keeps_graphs:
-            self._made[segment.name] = outputs
+            self._graphs[segment.name] = _get_graphs(outputs)
         if not self.runtime.keeps_graphs:
             for name in self.direction_program.interiors.keys() & set(segment.inputs):
                 del self.leaves[name]  # the recomputation in backward makes it anew
@@ -145,11 +146,11 @@ class MicroBatchState(LiveValues[Tensor]):
         if phase is Phase.WEIGHTS:
             roots, grads = self._late.pop(segment.name, ([], []))
         else:
-            if segment.name not in self._made:
+            if segment.name not in self._graphs:
                 self._recompute(segment)
-            outputs = zip(self._made.pop(segment.name), map(self.take_gradient, segment.outputs), strict=True)
-            pairs = [(value, grad) for value, grad in outputs if grad is not None and value.requires_grad]
-            roots, grads = [value for value, _ in pairs], [grad for _, grad in pairs]
+            outputs = zip(self._graphs.pop(segment.name), map(self.take_gradient, segment.outputs), strict=True)
+            pairs = [(graph, grad) for graph, grad in outputs if grad is not None and graph is not None]
+            roots, grads = [graph for graph, _ in pairs], [grad for _, grad in pairs]
         if not roots:
             return 0
         ready = self.runtime.segments[segment.name]
@@ -167,17 +168,18 @@ class MicroBatchState(LiveValues[Tensor]):
             self._copy_shared_gradients(segment, self._late.get(segment.name, ((), ()))[1])
         return 0
 
-    def _recompute(self, segment: Compute) -> None:
-        """Recompute a segment's outputs, first those of an interior segment that it completes.
+    def _recompute(self, segment: Compute) -> tuple[Tensor, ...]:
+        """Recompute and return a segment's outputs, first those of an interior segment that it completes.
 
         The backward pass of that interior segment follows.
         """
         for name in self.direction_program.interiors.keys() & set(segment.inputs):
             interior = self.direction_program.interiors[name]
-            self._recompute(interior)
-            for begun, value in zip(interior.outputs, self._made[interior.name], strict=True):
+            for begun, value in zip(interior.outputs, self._recompute(interior), strict=True):
                 self.leaves[begun] = value.detach().requires_grad_(value.requires_grad)
-        self._made[segment.name] = self.runtime.segments[segment.name](self.leaves, self.seed, again=True)
+        outputs = self.runtime.segments[segment.name](self.leaves, self.seed, again=True)
+        self._graphs[segment.name] = _get_graphs(outputs)
+        return outputs
 
     def _copy_shared_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
         """Give each leaf a gradient whose memory no other leaf, weight or `kept` gradient shares.
@@ -228,7 +230,8 @@ class MicroBatchState(LiveValues[Tensor]):
                 source = self.values.get(exchange.source) if exchange.own else None
                 self._under_way[exchange.key], sent = runner.start_forward(source)
             if exchange.ends:
-                parts = runner.wait_forward(self._under_way.pop(exchange.key))
+                parts = runner.wait_forward(self._under_way[exchange.key])
+                del self._under_way[exchange.key]
                 for (name, _), pixels in zip(exchange.parts, parts, strict=True):
                     self.keep(name, pixels, exchange.differentiable)
             return sent
@@ -240,7 +243,8 @@ class MicroBatchState(LiveValues[Tensor]):
             # With no other reader, nothing is added to the source's gradient later, so it may remain a view of the
             # window's.
             alone = len(self.direction_program.reads[exchange.source]) == 1
-            runner.wait_backward(self._under_way.pop(exchange.key), source, alone)
+            runner.wait_backward(self._under_way[exchange.key], source, alone)
+            del self._under_way[exchange.key]
         return sent
 
     def _attend(self, ring: RingAttention, phase: Phase) -> int:
@@ -272,6 +276,11 @@ KERNELS: dict[type[Instruction], Kernel] = {
     RingAttention: MicroBatchState._attend,
 }
 """The kernels of the instructions of a micro-batch, by their kind."""
+
+
+def _get_graphs(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Return where the graph of each of a segment's outputs begins, None for one without a graph."""
+    return [get_gradient_edge(value) if value.requires_grad else None for value in outputs]
 
 
 def _get_address(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,21 +69,26 @@ class OffloadStore:
 
     def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a host storage with the same content, backed by the file. Raises RankError if the disk is full."""
-        size = storage.nbytes()
-        block = self._free[size].pop() if self._free[size] else self._allocate(size)
+        copy = self.allocate(storage.nbytes())
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        torch.empty(0, dtype=torch.uint8).set_(copy).copy_(content)  # multi-threaded
+        return copy
+
+    def allocate(self, size: int) -> torch.UntypedStorage:
+        """Return a host storage of `size` bytes, backed by the file. Raises RankError if the disk is full."""
+        block = self._free[size].pop() if self._free[size] else self._reserve_region(size)
         there = np.frombuffer(block.chunk, np.uint8, size, block.start)
         # The region is free again once the last tensor on it is gone: torch keeps the array `there` alive until then.
         weakref.finalize(there, self._free[size].append, block).atexit = False
-        copy = torch.frombuffer(there, dtype=torch.uint8)
-        copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # multi-threaded
-        self._used[copy.data_ptr()] = there
-        return copy.untyped_storage()
+        storage = torch.frombuffer(there, dtype=torch.uint8).untyped_storage()
+        self._used[storage.data_ptr()] = there
+        return storage
 
     def has_storage(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the storage is backed by the file."""
         return storage.data_ptr() in self._used
 
-    def _allocate(self, size: int) -> _FileRegion:
+    def _reserve_region(self, size: int) -> _FileRegion:
         """Return a region reserved on the disk: writing to a mapped page without disk space would end the process."""
         needed = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
@@ -137,8 +143,8 @@ def find_disk_folder() -> Path:
 class Offloader:
     """Offloads the tensors of one tile or rank, except those of `stays`.
 
-    The CPU computes directly on memory that a file backs. For a device that cannot (`reads_files=False`), a tensor is
-    copied back when an instruction uses it.
+    The CPU computes directly on memory that a file backs, so that a tensor may be moved at any time. For a device that
+    cannot (`reads_files=False`), a tensor is copied back when an instruction uses it.
     """
 
     def __init__(self, store: OffloadStore, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
@@ -154,17 +160,36 @@ class Offloader:
         self._later: list[Tensor] = []
         self._away = WeakTensorKeyDictionary()
 
+    def allocate(self, shape: Sequence[int] | int, **options: Any) -> Tensor:
+        """Return a new tensor, as `torch.empty` does; a large one is in the file from the start, if that can be.
+
+        Messages arrive in it while other work computes: had it to be moved then, they would not find it.
+        """
+        if not self.reads_files:
+            return torch.empty(shape, **options)
+        outline = torch.empty(shape, **{**options, "device": "meta", "pin_memory": False})
+        size = outline.numel() * outline.element_size()
+        if size < LEAST_BYTES:
+            return torch.empty(shape, **options)
+        storage = self.store.allocate(size)
+        return torch.empty(0, dtype=outline.dtype).set_(storage, 0, outline.size(), outline.stride())
+
     def fetch(self, tensors: Iterable[Tensor]) -> None:
         """Make tensors available until the current instruction ends."""
-        back: dict[tuple[object, ...], Tensor] = {}
+        if self.reads_files:
+            return
+        back: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             stored = self._away.pop(tensor, None)
             if stored is not None:
                 # Tensors that were views of the same memory must share it again.
-                key = stored.data_ptr(), stored.size(), stored.stride()
+                storage = stored.untyped_storage()
+                key = storage.data_ptr()
                 if key not in back:
-                    back[key] = stored.to(tensor.device, copy=True)
-                tensor.data = back[key]
+                    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    back[key] = content.to(tensor.device, copy=True).untyped_storage()
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                tensor.data = whole.set_(back[key], stored.storage_offset(), stored.size(), stored.stride())
             self._used.add(tensor.untyped_storage()._cdata)
 
     def end_instruction(self) -> None:
@@ -275,18 +300,18 @@ class OffloadingMicroBatch(MicroBatchState):
         Of the values that outlive the step only the prediction is large; the others are not offloaded, since other code
         reads them too.
         """
-        if self._going_back is not None:
-            # One may have been created since.
-            self.offloader.fetch(self._get_gradients(_get_value_names(self._going_back)))
+        running = () if self._going_back is None else _get_value_names(self._going_back)
+        self.offloader.fetch(self._get_gradients(running))  # one may have been created since
         lasting = self.direction_program.kept_to_end - {self.direction_program.prediction}
         # By storage, not by tensor: views of a value that stays must stay, too.
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
-        names = [*self._begun, *chain(*map(_get_value_names, self._touched.values()))]
+        names = [*running, *self._begun, *chain(*map(_get_value_names, self._touched.values()))]
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
-        outputs = [tensor for name in self._touched for tensor in self._made.get(name, ())]
+        # Gradients that an exchange has taken, and still has while it waits for those of other ranks.
+        waiting = [grad for started in self._under_way.values() for grad in started.grads if grad is not None]
         self._begun, self._touched = [], {}
         named = [tensors[name] for name in names for tensors in (self.values, self.leaves) if name in tensors]
-        touched = (*saved, *outputs, *named, *self._get_gradients(names))
+        touched = (*saved, *waiting, *named, *self._get_gradients(names))
         self.offloader.offload(tensor for tensor in touched if tensor.untyped_storage()._cdata not in kept)
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -313,11 +338,14 @@ class OffloadingMicroBatch(MicroBatchState):
 
         with saved_tensors_hooks(record, lambda tensor: tensor):
             yield
-        self._saved[instruction.name] = saved
+        # Autograd's nodes keep `record`, hence this list, to the end of the segment's backward pass. It must not hold
+        # what each node frees as soon as it has run.
+        self._saved[instruction.name] = [*saved]
+        saved.clear()
 
-    def _recompute(self, segment: Compute) -> None:
+    def _recompute(self, segment: Compute) -> tuple[Tensor, ...]:
         self.offloader.fetch(self._get_inputs(segment))
-        super()._recompute(segment)
+        return super()._recompute(segment)
 
     def _get_gradients(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Return the gradients of values, as far as there are any."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from mpi4dl_nb.engines.graph.model_graph import Ref, find_ref_names
 from mpi4dl_nb.engines.program.effects import LocalOp
@@ -216,7 +217,7 @@ class Segment:
                 del scope[name]
         return tuple(scope[name] for name in self.outputs)
 
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Compute the gradients of inputs and weights from those of the outputs, and add them to the existing ones."""
         torch.autograd.backward(roots, grads)
 

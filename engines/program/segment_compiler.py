@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge
 
 from mpi4dl_nb.engines.errors import PlanError, RankError, iterate_causes
 from mpi4dl_nb.engines.program.effects import LocalOp
@@ -89,7 +90,7 @@ class _CompiledSegment(Segment):
         with _translate_compile_errors(self.name):
             return tuple(self.function(*arguments))
 
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def backward(self, roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Run the backward pass, which is compiled on the first call."""
         with _translate_compile_errors(self.name):
             super().backward(roots, grads)

@@ -13,6 +13,7 @@ from mpi4dl_nb.engines.comm.device import choose_device
 from mpi4dl_nb.engines.comm.streams import DeviceEvent, record_event
 from mpi4dl_nb.engines.comm.world import Message, Pending, World
 from mpi4dl_nb.engines.program.instructions import SumGradients
+from mpi4dl_nb.engines.program.offloader import OffloadStore
 
 # Ranks of one thread never compute at the same time, so they may use the same memory:
 #
@@ -25,10 +26,11 @@ from mpi4dl_nb.engines.program.instructions import SumGradients
 
 @dataclass
 class SharedState:
-    """Weights and constant buffers by name, and the sums of gradients to which not all ranks have added yet."""
+    """Weights and constant buffers by name, the sums of gradients to which not all ranks have added yet, and a file."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, list[Tensor]] = field(default_factory=dict)
+    store: OffloadStore | None = None
 
     @classmethod
     def of(cls, world: World, device: str) -> SharedState | None:
@@ -43,6 +45,11 @@ class SharedState:
         if name not in self.tensors:
             self.tensors[name] = make()
         return self.tensors[name]
+
+    def get_store(self) -> OffloadStore:
+        """Return the file of offloaded tensors, which the first rank that needs it makes: one may be several ranks'."""
+        self.store = self.store or OffloadStore()
+        return self.store
 
     def restore_memory(self, weights: Mapping[str, Tensor]) -> None:
         """Move the weights of a rank back to the shared memory, if its optimiser has given them other memory."""

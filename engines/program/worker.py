@@ -47,8 +47,8 @@ class Worker:
 
     `weights` and `buffers` are the rank's own, by name; `constants` change only before the passes of a step, by
     `count_labels`. `keeps_graphs` is that of `Runtime`. `make_micro_batch` makes the state of a micro-batch,
-    `make_segment` a runnable segment. `step_labels` describe each step for the status board. `shared` is what ranks of
-    one thread share.
+    `make_segment` a runnable segment, and `allocate` (as `torch.empty`) what other ranks' pixels arrive in.
+    `step_labels` describe each step for the status board. `shared` is what ranks of one thread share.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Worker:
         constants: Mapping[str, Tensor] | None = None,
         count_labels: Callable[[CountLabels, Mapping[int, Tensor]], int] | None = None,
         shared: SharedState | None = None,
+        allocate: Callable[..., Tensor] = torch.empty,
     ) -> None:
         self.program, self.world, self.shared = program, world, shared
         self.weights, self.buffers, self.constants = weights, buffers, constants or {}
@@ -84,7 +85,7 @@ class Worker:
         # ones in each step, share them.
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = list(select_kind(program.forward, Exchange))
-        runners = make_exchange_runners(exchanges, world, self.device, self._send_queue)
+        runners = make_exchange_runners(exchanges, world, self.device, self._send_queue, allocate)
         segments: dict[str, Segment] = {}
         for way in program.direction_programs.values():
             rooms = find_output_allocators(way, runners)

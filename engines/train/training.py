@@ -93,9 +93,10 @@ class RankTraining:
         self._make_micro_batch: Callable[..., MicroBatchState] = MicroBatchState
         self.offloader: Offloader | None = None
         if recipe.plan.offload_activations:
-            # Activations go to a file of this rank; what the rank holds in any case stays.
+            # Activations go to a file; what the rank holds in any case stays.
             stays = [*self.weights.values(), *self.buffers.values()]
-            self.offloader = Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
+            store = self.shared.get_store() if self.shared else OffloadStore()
+            self.offloader = Offloader(store, stays, reads_files=self.device.type == "cpu")
             self._make_micro_batch = partial(OffloadingMicroBatch, offloader=self.offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
         # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
@@ -126,6 +127,7 @@ class RankTraining:
             constants=counting.values,
             count_labels=counting.count,
             shared=self.shared,
+            allocate=self.offloader.allocate if self.offloader else torch.empty,
         )
         worker.step_labels = describe_steps(recipe.graph, recipe.plan, program)
         return _StepSetup(recipe.graph, worker, counting)
@@ -229,6 +231,13 @@ class RankTraining:
         for weight in self.weights.values():
             weight.grad = None
         self.worker.restart(place_inputs(inputs, self.device))
+
+    def offload(self) -> None:
+        """Free memory while other ranks of this thread compute, if the plan says so: what a step has made so far."""
+        self.worker.offload()
+        if self.offloader and self.offloader.reads_files:  # else the backward pass could not add to these gradients
+            grads = (weight.grad for weight in self.weights.values())
+            self.offloader.offload(grad for grad in grads if grad is not None)
 
     def find_causes(self, micro_batch: int | None = None) -> list[NonFiniteCause]:
         """Return the causes of a non-finite loss that this rank finds, in one micro-batch or (None) in all its own."""

@@ -203,7 +203,7 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
     ),
     BenchmarkStudy(
         "Tiles in turn",
-        "One process trains 8 strips or slabs one after another, then late layers whole, within a bound of memory that "
+        "One process trains strips or slabs one after another, then late layers whole, within a bound of memory that "
         "the kernel enforces, beside one process with the whole image and no bound: how many times the bound that "
         "needs, and how many times as long a step takes in turn.",
         {
@@ -219,8 +219,8 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
             _make_case(
                 "3-D U-Net, 96 voxels a side",
                 1,
-                "bench streaming --memory-mb 450 --iterations 3 --image-size 96x96x96 --split-size 1 "
-                f"--slice-method 8x1x1 {_VOLUMES}",
+                "bench streaming --memory-mb 150 --iterations 3 --image-size 96x96x96 --split-size 1 "
+                f"--slice-method 12x1x1 {_VOLUMES}",
             ),
             _make_case(
                 "MONAI ResNet-18 (stride 2), 1,536 px",

@@ -160,4 +160,4 @@ class SingleThreadRanks(LoopbackRanks):
 def _offload_trainings(own: rank_server.RankServer) -> None:
     """Write the activations of a rank's trainings to a file while other ranks compute, if their plan says so."""
     for training in own.get_kept(RankTraining).values():
-        training.worker.offload()
+        training.offload()

@@ -177,7 +177,7 @@ def test_nothing_of_a_prediction_is_kept_for_backward():
     def work(world):
         rank = RankPredictor(world, recipe)
         rank.predict(cut_inputs(rank.program, {"images": images}))
-        return [bool(lane._made or lane._late or lane.values) for lane in rank.worker.micro_batch_states.values()]
+        return [bool(lane._graphs or lane._late or lane.values) for lane in rank.worker.micro_batch_states.values()]
 
     assert run_ranks(6, work) == [[False]] * 6
 

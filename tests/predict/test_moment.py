@@ -55,7 +55,7 @@ def test_a_models_modules_are_named_whose_weights_and_results_they_are():
     pixels = 4 * 2 * 16 * 16  # bytes of a channel of two images
     assert moment.layers["0"]["activations"] == 4 * pixels  # ReLU's result; that of the convolution is let go
     assert moment.layers["0"]["weights"] == moment.layers["0"]["optimiser"] == 4 * (3 * 9 + 1) * 4
-    assert moment.layers["2"]["activations"] == 8 * pixels + 4 * 2 * 8  # and what the pool makes of it
+    assert moment.layers["2"]["activations"] == 8 * pixels  # what the pool makes of it has been read
     assert moment.layers["2"]["weights"] == 4 * (4 * 9 + 1) * 8
     assert moment.rest == {"inputs": 3 * pixels + 2 * 8}
     assert moment.bytes == sum(

@@ -109,7 +109,7 @@ def check_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("tiles and a stage", 0.45), ("micro-batches, zero bubble", 0.55), ("both ways, computed again", 0.9)],
+    [("tiles and a stage", 0.45), ("micro-batches, zero bubble", 0.65), ("both ways, computed again", 0.9)],
 )
 def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, reads_files: bool):
     """What backward reads in the file is no tensor's memory, but is counted: a GPU has it brought back."""
@@ -119,7 +119,7 @@ def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, r
     for ours, _ in pairs:
         predicted = predict_rank_memory(ours.program, away.graph, away.plan).peak_bytes
         assert ours.peak_bytes <= (1.03 if reads_files else 1.15) * predicted
-        assert reads_files or predicted <= 1.4 * ours.peak_bytes
+        assert reads_files or predicted <= 1.03 * ours.peak_bytes
     assert max(ours.peak_bytes for ours, _ in pairs) < share * max(theirs.peak_bytes for _, theirs in pairs)
 
 

@@ -17,7 +17,6 @@ from mpi4dl_nb.engines.errors import LossError, RankError
 from mpi4dl_nb.engines.graph.model_graph import to_user_name
 from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.program import offloader
-from mpi4dl_nb.engines.program.worker import Worker
 from mpi4dl_nb.engines.train.oracle import ReferenceTraining, to_plain_names
 from mpi4dl_nb.engines.train.recipe import prepare
 from mpi4dl_nb.engines.train.training import RankTraining
@@ -122,15 +121,18 @@ def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on(tmp_path):
 
 
 def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch, tmp_path):
-    held, put_away = [], Worker.offload
+    held, put_away = [], RankTraining.offload
 
-    def record_kept_bytes(worker: Worker) -> None:
-        put_away(worker)
-        lanes = worker.micro_batch_states.values()
+    def record_kept_bytes(training: RankTraining) -> None:
+        put_away(training)
+        lanes = training.worker.micro_batch_states.values()
         tensors = [t for lane in lanes for each in (lane.tensors, *lane._saved.values()) for t in each]
+        started = [exchange for lane in lanes for exchange in lane._under_way.values()]
+        tensors += [t for exchange in started for t in (*exchange.parts, *exchange.grads) if t is not None]
+        tensors += [weight.grad for weight in training.weights.values() if weight.grad is not None]
         live = {s._cdata: s for t in tensors for s in [t.untyped_storage()]}
         for lane in lanes:
-            kept = lane.offloader._stay | lane.offloader._used
+            kept = set(lane.offloader._stay)
             kept |= {
                 lane.leaves[n].untyped_storage()._cdata
                 for n in (lane.direction_program.kept_to_end - {lane.direction_program.prediction}) & lane.leaves.keys()
@@ -138,7 +140,7 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch, tmp_path):
             store = lane.offloader.store
             held.append(sum(s.nbytes() for key, s in live.items() if key not in kept and not store.has_storage(s)))
 
-    monkeypatch.setattr(Worker, "offload", record_kept_bytes)
+    monkeypatch.setattr(RankTraining, "offload", record_kept_bytes)
     _, step, whole, _ = make(PLANS["2x2"], tmp_path, steps=1)
     step(whole[0])
     assert held
