@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mpi4dl_nb.engines.comm.loopback import run_ranks
@@ -17,6 +18,7 @@ from mpi4dl_nb.engines.plan import Plan
 from mpi4dl_nb.engines.predict.kernel_effects import LiveBytes
 from mpi4dl_nb.engines.predict.rank_memory import predict_rank_memory
 from mpi4dl_nb.engines.program import offloader
+from mpi4dl_nb.engines.program.effects import Phase
 from mpi4dl_nb.engines.program.offloader import OffloadStore
 from mpi4dl_nb.engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.engines.train.training import RankTraining
@@ -231,3 +233,19 @@ def test_only_the_pixels_of_a_rank_are_stored(monkeypatch):
     run_ranks(plan.ranks, work)
     assert sizes
     assert max(sizes) <= 2 * 33 * 33 * 8  # a tile's labels, or its predictions
+
+
+def test_of_a_result_that_is_a_view_nothing_stays(reads_files: bool):
+    """A kernel of one voxel is a matrix product, whose axes are then moved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(2, 8, 1), nn.Conv3d(8, 2, 3, padding=1))
+    plan = Plan(split_size=1, slice_method="2x1x1", offload_activations=True)
+    recipe = prepare(model, plan, (1, 2, 16, 16, 16), lambda made, labels: made.square().mean())
+    for measured in measure_live_bytes(recipe):
+        first, second = (
+            index
+            for index, step in enumerate(measured.program.steps)
+            if step.phase is Phase.FORWARD and any("conv3d" in op.kernel for op in step.instruction.local_ops)
+        )
+        assert measured.after[first] - measured.after[first - 1] < 8 * 8 * 16 * 16 * 4
+        assert measured.after[second] - measured.after[first - 1] < 8 * 8 * 16 * 16 * 4
