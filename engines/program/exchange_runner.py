@@ -182,7 +182,7 @@ class ExchangeRunner:
         # once: they can be received straight into uninitialised memory instead of being added to zeros.
         first: Tensor | None = None
         if source is not None and source.grad is None and self._sends_all_once:
-            first = source.grad = self._make_empty(source.shape)
+            first = source.grad = self._make_like(source)
         messages = self._get_message_set(first, grads)
         window_grad = None if self.exchange.strips else next(iter(grads), None)
         if window_grad is not None:
@@ -250,14 +250,17 @@ class ExchangeRunner:
 
     def _make_part(self, number: int) -> Tensor:
         """Allocate the window or a strip and write the fill where it extends beyond the image."""
-        part = self._make_empty(self.exchange.compute_shape(self._tiles[number]))
+        shape, dtype = self.exchange.compute_shape(self._tiles[number]), getattr(torch, self.exchange.dtype)
+        part = self._allocate(shape, dtype=dtype, device=self.device, memory_format=self._layout)
         for index in self._outside[number]:
             part[index].fill_(self.exchange.fill)
         return part
 
-    def _make_empty(self, shape: Sequence[int]) -> Tensor:
-        dtype = getattr(torch, self.exchange.dtype)
-        return self._allocate(shape, dtype=dtype, device=self.device, memory_format=self._layout)
+    def _make_like(self, tensor: Tensor) -> Tensor:
+        """Allocate what `torch.empty_like` would: autograd wants gradients in the strides of their tensors."""
+        outline = torch.empty_like(tensor, device="meta")
+        memory = self._allocate(outline.numel(), dtype=tensor.dtype, device=tensor.device)
+        return memory.set_(memory.untyped_storage(), 0, outline.size(), outline.stride())
 
 
 def _get_gradient(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def count_waiting_graphs(recipe: Recipe) -> list[list[Counter[int]]]:
                 Counter(
                     training.program.directions[number]
                     for number, lane in training.worker.micro_batch_states.items()
-                    if lane._made or lane._late
+                    if lane._graphs or lane._late
                 )
             )
             training.worker.step()

@@ -130,10 +130,11 @@ def test_a_choice_names_its_plan_though_the_rows_are_sorted_anew(shown, found):
     candidates, limit, too_large = found
     page.get_by_role("application").focus()
     harness.is_busy = True  # the kernel measures: it hears nothing of this choice yet
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowUp")
     panel = page.get_by_role("region", name="the chosen plan").get_by_role("heading")
-    number, name = panel.inner_text().split(". ")
+    number = "1"
+    while number == "1":  # one that is not the fastest
+        page.keyboard.press("ArrowDown")
+        number, name = panel.inner_text().split(". ")
     harness.is_busy = False
     backwards = list(reversed(candidates))
     view.words = pack_points(make_points(backwards, None, limit, too_large), limit)

@@ -239,7 +239,7 @@ def _list_tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes()]
 
 
-def _make_host_allocator(device: torch.device, world: object) -> Callable[[int], Tensor]:
+def _make_host_allocator(device: torch.device, world: object, allocate: object = None) -> Callable[[int], Tensor]:
     def make(count: int) -> Tensor:
         with rank().pause_watching():
             made = torch.empty(count, dtype=torch.uint8)
