@@ -225,7 +225,7 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
             _make_case(
                 "MONAI ResNet-18 (stride 2), 1,536 px",
                 1,
-                "bench streaming --memory-mb 600 --iterations 3 --image-size 1536 --split-size 2 --balance 6,4 "
+                "bench streaming --memory-mb 270 --iterations 3 --image-size 1536 --split-size 2 --balance 6,4 "
                 f"--spatial-size 1 --slice-method 8x1 {_make_monai_flags(conv1_t_stride=2)}",
             ),
         ),
