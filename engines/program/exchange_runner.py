@@ -258,9 +258,9 @@ class ExchangeRunner:
 
     def _make_like(self, tensor: Tensor) -> Tensor:
         """Allocate what `torch.empty_like` would: autograd wants gradients in the strides of their tensors."""
-        outline = torch.empty_like(tensor, device="meta")
-        memory = self._allocate(outline.numel(), dtype=tensor.dtype, device=tensor.device)
-        return memory.set_(memory.untyped_storage(), 0, outline.size(), outline.stride())
+        strides = torch.empty_like(tensor, device="meta").stride()
+        memory = self._allocate(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        return memory.set_(memory.untyped_storage(), 0, tensor.size(), strides)
 
 
 def _get_gradient(tensor: Tensor) -> Tensor:
