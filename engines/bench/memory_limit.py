@@ -316,6 +316,7 @@ def train_one_way(arguments: Sequence[str]) -> None:
             sys.exit(str(error))
         except (RuntimeError, MemoryError) as error:
             sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
+        # They share one file.
         stored["stored_bytes"] = max(training.offloader.store.end_bytes for training in trainings if training.offloader)
         gradients = dict(ChainMap(*(to_plain_names(training.copy_tensors()["gradients"]) for training in trainings)))
     save_file({name: grad.contiguous() for name, grad in gradients.items()}, path)
